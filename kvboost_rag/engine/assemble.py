@@ -1,0 +1,83 @@
+"""Finds what a prompt can reuse: the lookup cascade over its chunks (paper, sections 4.2.1 and 4.3).
+
+Knows chunks, hashes and a store; knows nothing of models, rotation or attention. A miss between hits never stops
+reuse: the published code breaks off at the first gap, here every chunk is looked up on its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from kvboost_rag.engine.chunking import chunk_prompt
+from kvboost_rag.engine.keys import chunk_keys
+from kvboost_rag.engine.repair import Reused
+from kvboost_rag.engine.store import Entry, Store
+from kvboost_rag.engine.types import Chunk, ChunkKeys, Fidelity, Segment
+
+MODES = ("baseline", "prefix", "reuse")
+
+
+@dataclass(frozen=True)
+class Placement:
+    """One chunk of the prompt and the entry that will fill it, if any."""
+
+    chunk: Chunk
+    keys: ChunkKeys
+    fidelity: Fidelity
+    entry: Entry | None = None
+
+
+@dataclass(frozen=True)
+class Assembled:
+    """A prompt with its hits (the paper's AssembledPrompt).
+
+    ``ids``: (num_tokens,) int64. The last token is always live: its logits are what the prompt is run for.
+    """
+
+    ids: torch.Tensor
+    placements: tuple[Placement, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.ids.shape[0])
+
+    def live_positions(self) -> torch.Tensor:
+        """Positions without reusable KV, ascending."""
+        live = torch.ones(self.num_tokens, dtype=torch.bool)
+        for placement in self.placements:
+            if placement.entry is not None:
+                live[placement.chunk.start : placement.chunk.end] = False
+        live[-1] = True
+        return live.nonzero()[:, 0]
+
+    def approximate_spans(self) -> list[Reused]:
+        """What a repair strategy may choose from: approximate hits, less the last token, which is live anyway."""
+        last = self.num_tokens - 1
+        spans = [
+            Reused(p.chunk.start, min(p.chunk.end, last))
+            for p in self.placements
+            if p.fidelity is Fidelity.APPROXIMATE
+        ]
+        return [span for span in spans if len(span)]
+
+
+def assemble(
+    segments: Sequence[Segment], store: Store, fingerprint: bytes, chunk_size: int, mode: str = "reuse"
+) -> Assembled:
+    """Look every chunk up. ``prefix`` mode (PREFIX_ONLY) keeps the leading run of exact hits and drops the rest."""
+    chunks = chunk_prompt(segments, chunk_size)
+    placements = []
+    leading = True
+    for chunk, keys in zip(chunks, chunk_keys(chunks, fingerprint), strict=True):
+        hit = store.find(keys, np.asarray(chunk.ids, dtype=np.int64)) if leading or mode == "reuse" else None
+        leading = leading and hit is not None and hit[1] is Fidelity.EXACT
+        if hit is None or (mode == "prefix" and not leading):
+            placements.append(Placement(chunk, keys, Fidelity.MISS))
+        else:
+            placements.append(Placement(chunk, keys, hit[1], hit[0]))
+    ids = torch.tensor([token for chunk in chunks for token in chunk.ids], dtype=torch.int64)
+    return Assembled(ids, tuple(placements))

@@ -1,0 +1,8 @@
+"""KV <-> compact KV (paper, section 4.5). ``CODECS`` is the one list of them."""
+
+from kvboost_rag.engine.codecs.base import Codec, Packed
+from kvboost_rag.engine.codecs.raw import RawCodec
+
+CODECS: dict[str, type[Codec]] = {"raw": RawCodec}
+
+__all__ = ["CODECS", "Codec", "Packed", "RawCodec"]

@@ -1,0 +1,57 @@
+"""The engine's options, checked once.
+
+Knows names, values and choices; knows nothing of what they do.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from kvboost_rag.errors import OptionError
+
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+
+
+def parse_bytes(value: int | str, option: str = "max_cache_bytes") -> int:
+    """``2_000_000_000``, ``"2GB"``, ``"512 MiB"`` -> bytes. Raises OptionError."""
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+        return value
+    if isinstance(value, str):
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", value)
+        if match and match[2].upper() in _UNITS:
+            return int(float(match[1]) * _UNITS[match[2].upper()])
+    raise OptionError.bad_value(
+        option, value, "bytes as a whole number, or a string such as '2GB' or '512MiB'"
+    )
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """How the engine cuts and keeps.
+
+    ``chunk_size``: tokens per FIXED chunk (the paper's C). ``max_cache_bytes``: the byte budget of all kept KV, of
+    which warmed documents may hold ``warmed_share``. ``tenant``: a salt; engines of different tenants never share KV.
+    """
+
+    chunk_size: int = 128
+    max_cache_bytes: int = 2_000_000_000
+    warmed_share: float = 0.9
+    tenant: str = ""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.chunk_size, int) or self.chunk_size < 1:
+            raise OptionError.bad_value("chunk_size", self.chunk_size, "a whole number of tokens, 1 or more")
+        if not 0 < self.warmed_share <= 1:
+            raise OptionError.bad_value("warmed_share", self.warmed_share, "a number above 0, up to 1")
+
+
+def checked(cls: type[Any], options: dict[str, Any], where: str) -> Any:
+    """``cls(**options)`` for an options dataclass, with unknown names refused by name. Raises OptionError."""
+    known = [f.name for f in fields(cls)]
+    for name in options:
+        if name not in known:
+            raise OptionError.unknown(name, known, where)
+    return replace(cls(), **options)

@@ -1,0 +1,201 @@
+"""The engine: token segments in, logits and tokens out, KV kept for the next time (paper, section 4.7).
+
+Wires the parts together in the order of a request: assemble, stitch, repair, forward, generate, store. Knows ids;
+knows nothing of text, documents as users see them, or frameworks.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import DynamicCache
+
+from kvboost_rag.engine.assemble import MODES, Assembled, Placement, assemble
+from kvboost_rag.engine.cache import SlotCache
+from kvboost_rag.engine.codecs import Codec, RawCodec
+from kvboost_rag.engine.config import EngineConfig
+from kvboost_rag.engine.forward import fused_forward, scout
+from kvboost_rag.engine.generate import GenerationOptions, decode
+from kvboost_rag.engine.keys import content_hash
+from kvboost_rag.engine.lock import FairLock
+from kvboost_rag.engine.model import Model
+from kvboost_rag.engine.repair import Repair, RepairView
+from kvboost_rag.engine.stitch import stitch
+from kvboost_rag.engine.store import Entry, Put, Store
+from kvboost_rag.engine.types import DocumentReport, Fidelity, Report, Segment, total_tokens
+from kvboost_rag.errors import OptionError, PromptTooLongError
+
+
+@dataclass
+class Prefilled:
+    """A prompt whose KV is complete. ``logits``: (vocab,) float32 of its last position."""
+
+    ids: torch.Tensor
+    cache: Any
+    logits: torch.Tensor
+    report: Report
+    assembled: Assembled | None = None  # None after a baseline prefill
+
+
+class Engine:
+    """Reuses KV for one model. Safe from many threads: one forward at a time, decode steps taken in turn."""
+
+    def __init__(self, model: Model, store: Store, config: EngineConfig, codec: Codec | None = None):
+        self.model, self.store, self.config = model, store, config
+        self.codec = codec or RawCodec()
+        self.lock = FairLock()
+
+    def check_length(self, num_tokens: int, max_new_tokens: int, what: str = "the prompt") -> None:
+        """Raises PromptTooLongError before any work."""
+        if num_tokens + max_new_tokens > self.model.context_tokens:
+            raise PromptTooLongError(num_tokens, max_new_tokens, self.model.context_tokens, what)
+
+    def prefill(
+        self, segments: Sequence[Segment], repair: Repair, mode: str = "reuse", max_new_tokens: int = 0
+    ) -> Prefilled:
+        """Complete the prompt's KV, reusing what ``mode`` allows and repairing what ``repair`` chooses.
+
+        The caller holds ``lock``. Raises OptionError for an unknown mode, PromptTooLongError, ValueError if empty.
+        """
+        if mode not in MODES:
+            raise OptionError.bad_value("mode", mode, f"one of {', '.join(map(repr, MODES))}")
+        num_tokens = total_tokens(segments)
+        if num_tokens == 0:
+            raise ValueError("the prompt is empty: there is no token to run the model on")
+        self.check_length(num_tokens, max_new_tokens)
+        if mode == "baseline":
+            return self._baseline(segments)
+        report = Report(mode=mode, repair=repair.name, num_prompt_tokens=num_tokens)
+        with _timed(report, "lookup"):
+            assembled = assemble(segments, self.store, self.model.fingerprint, self.config.chunk_size, mode)
+        with _timed(report, "stitch"):
+            cache = self.model.new_cache(num_tokens + max_new_tokens)
+            report.moved_bytes = stitch(assembled, cache, self.codec, self.model.rope)
+        live = assembled.live_positions()
+        with _timed(report, "repair"):
+            repaired = self._repaired(assembled, live, cache, repair)
+        with _timed(report, "forward"):
+            positions = torch.cat([live, repaired]).sort().values
+            logits = fused_forward(self.model, assembled.ids, positions, cache)[-1]
+        _fill(report, assembled, live, repaired, self.store.tier)
+        return Prefilled(assembled.ids, cache, logits, report, assembled)
+
+    def _baseline(self, segments: Sequence[Segment]) -> Prefilled:
+        ids = torch.tensor([token for segment in segments for token in segment.ids], dtype=torch.int64)
+        report = Report(mode="baseline", num_prompt_tokens=len(ids), num_live_tokens=len(ids))
+        cache = DynamicCache()  # without a config: sliding layers keep everything, as our own buffer does
+        with _timed(report, "forward"):
+            logits = self.model.forward(ids, cache)[-1]
+        return Prefilled(ids, cache, logits, report)
+
+    def _repaired(
+        self, assembled: Assembled, live: torch.Tensor, cache: SlotCache, repair: Repair
+    ) -> torch.Tensor:
+        spans = assembled.approximate_spans()
+        if not spans:
+            return torch.empty(0, dtype=torch.int64)
+        attention = None
+        if repair.needs_attention:
+            first_layer = self.model.num_layers // 3
+            attention = scout(self.model, assembled.ids, live, cache, first_layer)
+        return repair.select(RepairView(spans, attention))
+
+    def keep(self, prefilled: Prefilled) -> None:
+        """Store what this prompt computed and a later one may reuse, under the fidelity it really has.
+
+        That is the run of text before the first document (a chain's fixed opening) and documents that missed. KV is
+        exact as long as nothing approximate stands before it. By-products never displace warmed documents.
+        """
+        if prefilled.assembled is None:
+            return
+        exact, opening = True, True
+        for placement in prefilled.assembled.placements:
+            exact = exact and placement.fidelity is not Fidelity.APPROXIMATE
+            opening = opening and not placement.chunk.document
+            if placement.entry is None and (placement.chunk.document or opening):
+                put = self._put(placement, prefilled.cache, exact=exact)
+                prefilled.report.num_stored_tokens += len(placement.chunk) if put.stored else 0
+
+    def _put(self, placement: Placement, cache: SlotCache, **flags: bool) -> Put:
+        kv = cache.copy_out(placement.chunk.start, placement.chunk.end)
+        ids = np.asarray(placement.chunk.ids, dtype=np.int64)
+        return self.store.put(Entry(placement.keys, ids, self.codec.encode(kv), **flags))
+
+    def warm(self, context: Sequence[Segment], document: Segment, pinned: bool = False) -> Put:
+        """Run ``document`` behind ``context`` and keep its KV (paper: ``warm``); the context's too, as a by-product.
+
+        The context's KV is computed once for all documents that share it. The caller holds ``lock``.
+        """
+        segments = [*context, document]
+        self.check_length(total_tokens(segments), 0, "a document (with its primer)")
+        assembled = assemble(segments, self.store, self.model.fingerprint, self.config.chunk_size, "prefix")
+        *before, target = assembled.placements
+        cache = self.model.new_cache(assembled.num_tokens)
+        stitch(assembled, cache, self.codec, self.model.rope)
+        live = assembled.live_positions()
+        fused_forward(self.model, assembled.ids, live, cache)
+        for placement in before:
+            if placement.entry is None:
+                self._put(placement, cache, exact=True)
+        return self._put(target, cache, exact=True, warmed=True, pinned=pinned)
+
+    def content_key(self, ids: Sequence[int]) -> bytes:
+        return content_hash(ids, self.model.fingerprint)
+
+    def extend(self, prefilled: Prefilled, ids: Sequence[int]) -> torch.Tensor:
+        """Teacher forcing: logits (len(ids), vocab) float32 that predict each of ``ids`` behind the prompt.
+
+        The caller holds ``lock``. Advances ``prefilled.cache`` by all but the last of ``ids``.
+        """
+        rows = [prefilled.logits[None]]
+        if len(ids) > 1:
+            rows.append(self.model.forward(torch.tensor(ids[:-1]), prefilled.cache, num_logits=len(ids) - 1))
+        return torch.cat(rows)
+
+    def generate(
+        self, prefilled: Prefilled, options: GenerationOptions, on_tokens: Callable[[list[int]], bool]
+    ) -> str:
+        """Decode behind a prefilled prompt; between two tokens other threads get their turn. See ``decode``."""
+
+        def step(new: list[int]) -> bool:
+            prefilled.report.num_new_tokens += len(new)
+            done = on_tokens(new)
+            if not done:
+                self.lock.pass_on()
+            return done
+
+        return decode(self.model, prefilled.ids, prefilled.cache, prefilled.logits, options, step)
+
+
+@contextmanager
+def _timed(report: Report, step: str) -> Iterator[None]:
+    started = time.perf_counter()
+    yield
+    report.seconds[step] = time.perf_counter() - started
+
+
+def _fill(
+    report: Report, assembled: Assembled, live: torch.Tensor, repaired: torch.Tensor, tier: str
+) -> None:
+    """The counts of ``report`` from what was placed, live and repaired."""
+    report.num_live_tokens, report.num_repaired_tokens = len(live), len(repaired)
+    last = assembled.num_tokens - 1
+    for placement in assembled.placements:
+        chunk = placement.chunk
+        num_repaired = int(((repaired >= chunk.start) & (repaired < chunk.end)).sum())
+        num_kept = len(chunk) - num_repaired - (1 if chunk.start <= last < chunk.end else 0)
+        if placement.fidelity is Fidelity.EXACT:
+            report.num_exact_tokens += num_kept
+        elif placement.fidelity is Fidelity.APPROXIMATE:
+            report.num_approximate_tokens += num_kept
+        if chunk.document:
+            found = tier if placement.entry is not None else ""
+            report.documents.append(
+                DocumentReport(len(chunk), chunk.start, placement.fidelity, num_repaired, tier=found)
+            )

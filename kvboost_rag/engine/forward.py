@@ -1,0 +1,64 @@
+"""Runs chosen positions of a prompt through the model, over a buffer that already holds the rest.
+
+Knows a model, a buffer and positions; knows nothing of stores, hashes or why a position was chosen. Everything a
+prompt needs computed, gaps, repaired tokens and question alike, goes through one call: each token at its own
+position, seeing all positions up to its own, writing its keys and values into its own slot.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from kvboost_rag.engine.attention import Capture, Plan, full_mask, make_plan
+from kvboost_rag.engine.cache import SlotCache
+from kvboost_rag.engine.model import Model
+
+SCOUT_TOKENS = 64
+
+
+def fused_forward(
+    model: Model,
+    ids: torch.Tensor,
+    positions: torch.Tensor,
+    cache: SlotCache,
+    num_logits: int = 1,
+    hidden: torch.Tensor | None = None,
+    capture: Capture | None = None,
+) -> torch.Tensor:
+    """Compute ``positions`` (ascending, int64) of the prompt ``ids`` (num_tokens,) in one call of the model.
+
+    Every slot up to the last position must hold KV, be in ``positions`` or be ``hidden`` (num_tokens,) bool.
+    Returns the logits of the last ``num_logits`` positions, (num_logits, vocab) float32; fills their slots.
+    """
+    num_tokens = ids.shape[0]
+    positions = positions.to(model.device)
+    cache.set_length(num_tokens)
+    if model.stock_attention and capture is None:
+        plan, mask = Plan(), full_mask(positions, num_tokens, model.dtype)
+    else:
+        plan = make_plan(positions, model.dtype, hidden, capture)
+        # A 4-D mask is taken as it is: this one only keeps the model from building its own.
+        mask = torch.zeros(1, 1, 1, 1, dtype=model.dtype, device=model.device)
+    with cache.scattering(positions):
+        return model.forward(ids.to(model.device)[positions], cache, positions, mask, plan, num_logits)
+
+
+def scout(
+    model: Model, ids: torch.Tensor, live: torch.Tensor, cache: SlotCache, first_layer: int
+) -> torch.Tensor:
+    """How much the end of the prompt attends to each position, (num_tokens,) float32.
+
+    Runs the last live run of tokens (the question; at most SCOUT_TOKENS of it) over what ``cache`` holds, other live
+    positions hidden, and sums attention probabilities over heads, tokens and the layers from ``first_layer`` on.
+    """
+    num_tokens = ids.shape[0]
+    breaks = (live.diff() != 1).nonzero()
+    start = int(breaks[-1]) + 1 if breaks.numel() else 0
+    rows = live[start:][-SCOUT_TOKENS:]
+    hidden = torch.zeros(num_tokens, dtype=torch.bool)
+    hidden[live] = True
+    hidden[rows] = False
+    cache.zero_slots(hidden.nonzero()[:, 0])  # a probability of zero times a NaN left in memory is a NaN
+    capture = Capture(num_tokens, first_layer)
+    fused_forward(model, ids, rows, cache, hidden=hidden.to(model.device), capture=capture)
+    return capture.scores

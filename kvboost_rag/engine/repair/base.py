@@ -1,0 +1,87 @@
+"""What a repair strategy promises: given what was reused, which tokens to recompute.
+
+Knows spans of positions and, if it asked for it, how much the question attends to each; knows nothing of models or
+caches. Choosing is all a strategy does: executing the choice is the fused forward's job (``engine/forward.py``).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from kvboost_rag.errors import OptionError
+
+
+@dataclass(frozen=True)
+class Reused:
+    """Tokens [start, end) of the prompt whose KV was reused approximately."""
+
+    start: int
+    end: int
+
+    def __len__(self) -> int:
+        return self.end - self.start
+
+
+@dataclass(frozen=True)
+class RepairView:
+    """All a strategy may look at.
+
+    ``attention``: (num_prompt_tokens,) float32, how much the question attends to each position (probability summed
+    over heads, queries and layers); None unless the strategy declares ``needs_attention``.
+    """
+
+    spans: Sequence[Reused]
+    attention: torch.Tensor | None = None
+
+    @property
+    def num_reused_tokens(self) -> int:
+        return sum(len(span) for span in self.spans)
+
+    def positions(self) -> torch.Tensor:
+        """Every approximately reused position, ascending, (num_reused_tokens,) int64."""
+        return _join([torch.arange(span.start, span.end) for span in self.spans])
+
+
+class Repair(ABC):
+    """A strategy. Subclasses are frozen dataclasses; each field is an option."""
+
+    name: ClassVar[str]
+    needs_attention: ClassVar[bool] = False
+
+    @abstractmethod
+    def select(self, view: RepairView) -> torch.Tensor:
+        """Positions to recompute: ascending, unique int64, each inside one of ``view.spans``."""
+
+    def with_ratio(self, ratio: float) -> Repair:
+        """The same strategy recomputing ``ratio`` (0 to 1) of the reused tokens.
+
+        Raises OptionError where the strategy's choice is not a matter of a ratio.
+        """
+        raise OptionError(
+            f"recompute_ratio={ratio!r} does not apply to repair={self.name!r}; it applies to 'query'"
+        )
+
+
+def check_ratio(ratio: float) -> float:
+    if isinstance(ratio, bool) or not isinstance(ratio, int | float) or not 0 <= ratio <= 1:
+        raise OptionError.bad_value("recompute_ratio", ratio, "a number from 0 to 1")
+    return float(ratio)
+
+
+def _join(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    return torch.cat(list(parts)) if parts else torch.empty(0, dtype=torch.int64)
+
+
+def head_positions(spans: Sequence[Reused], count: int) -> torch.Tensor:
+    """The first ``count`` positions of every span, ascending."""
+    return _join([torch.arange(span.start, min(span.start + count, span.end)) for span in spans])
+
+
+def tail_positions(spans: Sequence[Reused], count: int) -> torch.Tensor:
+    """The last ``count`` positions of every span, ascending."""
+    return _join([torch.arange(max(span.end - count, span.start), span.end) for span in spans])

@@ -1,0 +1,7 @@
+"""Where KV waits until it is asked for (paper, section 4.4)."""
+
+from kvboost_rag.engine.store.base import Entry, Put, Store, StoreStats
+from kvboost_rag.engine.store.memory import MemoryStore
+from kvboost_rag.engine.store.null import NullStore
+
+__all__ = ["Entry", "MemoryStore", "NullStore", "Put", "Store", "StoreStats"]

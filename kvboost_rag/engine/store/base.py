@@ -1,0 +1,91 @@
+"""What a store promises: entries found by either of their two hashes.
+
+Knows keys, token ids and bytes; knows nothing of models, prompts or rotation.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from kvboost_rag.engine.codecs import Packed
+from kvboost_rag.engine.types import ChunkKeys, Fidelity
+
+
+@dataclass
+class Entry:
+    """The KV of one chunk and what is needed to find, trust and evict it (the paper's CachedChunk, section 5).
+
+    ``exact`` says that the KV came from a full computation behind exactly the prefix of ``keys.prefix``; any other KV
+    can only be found by its content. ``warmed`` entries were ingested on purpose; the rest are by-products of prompts.
+    """
+
+    keys: ChunkKeys
+    ids: npt.NDArray[np.int64]
+    packed: Packed
+    exact: bool
+    warmed: bool = False
+    pinned: bool = False
+    num_uses: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.ids)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.packed.num_bytes + self.ids.nbytes
+
+
+@dataclass(frozen=True)
+class Put:
+    """What storing an entry did. ``evicted`` entries made room; ``stored`` is False when no room could be made."""
+
+    stored: bool
+    evicted: tuple[Entry, ...] = ()
+
+
+@dataclass(frozen=True)
+class StoreStats:
+    num_entries: int
+    num_warmed: int
+    used_bytes: int
+    max_bytes: int
+    num_hits: int
+    num_misses: int
+    num_mismatches: int  # same hash, other tokens: never served
+
+
+class Store(ABC):
+    """Entries by prefix hash and by content hash under one byte budget. Safe from many threads."""
+
+    tier: ClassVar[str]
+
+    @abstractmethod
+    def find(self, keys: ChunkKeys, ids: npt.NDArray[np.int64]) -> tuple[Entry, Fidelity] | None:
+        """The lookup cascade of the paper's section 4.2.1: prefix hash, then content hash.
+
+        A hit counts only if the entry's token ids equal ``ids``. Marks the entry as used.
+        """
+
+    @abstractmethod
+    def peek(self, content: bytes) -> Entry | None:
+        """The entry of that content, without marking it used or counting."""
+
+    @abstractmethod
+    def put(self, entry: Entry) -> Put:
+        """Keep ``entry``, evicting others if need be. A by-product never displaces a warmed entry."""
+
+    @abstractmethod
+    def remove(self, content: bytes) -> int:
+        """Forget every entry of that content. Returns how many there were."""
+
+    @abstractmethod
+    def clear(self) -> None: ...
+
+    @abstractmethod
+    def stats(self) -> StoreStats: ...

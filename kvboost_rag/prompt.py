@@ -1,0 +1,225 @@
+"""The one place prompts are built: documents and a question, chat messages, or a raw string become pieces.
+
+Knows text and chat templates; knows nothing of caches, models or what was warmed. Every piece is tokenised on its own
+and the prompt's ids are the concatenation: a document has the same ids wherever it stands. Separators are pieces of
+their own, outside the documents.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from kvboost_rag.errors import OptionError
+
+Kind = Literal["template", "text", "document"]
+Content = "str | Sequence[Piece]"
+
+INSTRUCTION = "Answer the question using only the passages below.\n\n"
+SEPARATOR = "\n\n"
+QUESTION = "\n\nQuestion: {question}\nAnswer in one short sentence."
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Text that is tokenised on its own.
+
+    ``template`` is trusted: special-token strings in it become special tokens. ``text`` and ``document`` are not.
+    A ``document`` is one chunk; its text has no white space at either end.
+    """
+
+    text: str
+    kind: Kind = "text"
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """Pieces in order. ``opening``: begin with the tokenizer's BOS (raw completions; templates write their own)."""
+
+    pieces: tuple[Piece, ...]
+    opening: bool = False
+
+    @property
+    def text(self) -> str:
+        return "".join(piece.text for piece in self.pieces)
+
+    @property
+    def documents(self) -> list[str]:
+        return [piece.text for piece in self.pieces if piece.kind == "document"]
+
+    def header(self) -> tuple[Piece, ...]:
+        """The pieces before the first document."""
+        at = next((i for i, piece in enumerate(self.pieces) if piece.kind == "document"), len(self.pieces))
+        return self.pieces[:at]
+
+
+def document_piece(text: object, position: int = 0) -> Piece | None:
+    """The piece of a document, or None if it is blank. Raises TypeError if it is no string."""
+    if not isinstance(text, str):
+        raise TypeError(
+            f"documents are strings, but document {position} is {type(text).__name__}: {text!r:.80}"
+        )
+    stripped = text.strip()
+    return Piece(stripped, "document") if stripped else None
+
+
+def document_pieces(documents: Sequence[str]) -> list[Piece]:
+    """The documents' pieces with separators between them; blank documents are left out."""
+    if isinstance(documents, str):
+        raise OptionError.bad_value(
+            "documents", documents[:40], "a list of strings; for one document: [text]"
+        )
+    pieces: list[Piece] = []
+    for position, document in enumerate(documents):
+        piece = document_piece(document, position)
+        if piece is not None:
+            pieces += [piece] if not pieces else [Piece(SEPARATOR), piece]
+    return pieces
+
+
+def completion(text: str) -> Prompt:
+    """A raw completion: the string as it is. Special-token strings in it count, as everywhere in transformers."""
+    return Prompt((Piece(text, "template"),), opening=True) if text else Prompt((), opening=True)
+
+
+def rag(
+    chat_format: ChatFormat,
+    documents: Sequence[str],
+    question: str = "",
+    system: str | None = None,
+    instruction: str = INSTRUCTION,
+) -> Prompt:
+    """Instruction, documents in order, question: as the user's turn of a chat."""
+    if not isinstance(question, str):
+        raise TypeError(f"question is a string, not {type(question).__name__}")
+    content = [Piece(instruction), *document_pieces(documents)]
+    if question.strip():
+        content.append(Piece(QUESTION.format(question=question.strip())))
+    messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system is not None else []
+    return chat_format.render([*messages, {"role": "user", "content": content}])
+
+
+class ChatFormat:
+    """A tokenizer's chat template, applied so that contents stay pieces of their own.
+
+    The template is rendered around place holders, which are then replaced by the contents: what the template wrote is
+    trusted, what the contents say is not. Where a template looks into the contents (trims them, drops old reasoning),
+    the contents are put through it once more and the outcome of both ways has to agree.
+    """
+
+    def __init__(self, tokenizer: Any):
+        self._tokenizer = tokenizer
+        self.has_template = bool(getattr(tokenizer, "chat_template", None))
+
+    def render(self, messages: Sequence[Mapping[str, Any]], continue_last: bool = False) -> Prompt:
+        """The prompt of a chat, ready for the assistant's turn.
+
+        ``messages``: mappings with ``role`` and ``content``, a string or a sequence of Pieces (or of content blocks
+        ``{"type": "text", "text": ...}``). Neighbours of the same role are joined; a system message the template
+        refuses goes in front of the first user message. Raises OptionError for messages of another form.
+        """
+        turns = _merged([(_role(message), _content(message)) for message in messages])
+        if not turns:
+            raise OptionError.bad_value(
+                "messages", list(messages), "at least one message with role and content"
+            )
+        if not self.has_template:
+            return _plain_chat(turns)
+        try:
+            return self._render(turns)
+        except Exception as error:
+            if turns[0][0] != "system" or len(turns) < 2:
+                raise OptionError(f"the model's chat template refuses these messages: {error}") from error
+            (_, system), (role, first), *rest = turns
+            return self._render(_merged([(role, [*system, Piece(SEPARATOR), *first]), *rest]))
+
+    def _render(self, turns: list[tuple[str, list[Piece]]]) -> Prompt:
+        marks = [f"\ue000{index}\ue001" for index in range(len(turns))]
+        rendered = self._apply([(role, mark) for (role, _), mark in zip(turns, marks, strict=True)])
+        trims = f" {marks[0]} " not in self._apply(
+            [
+                (turns[0][0], f" {marks[0]} "),
+                *((r, m) for (r, _), m in zip(turns[1:], marks[1:], strict=True)),
+            ]
+        )
+        pieces: list[Piece] = []
+        for mark, (_, content) in zip(marks, turns, strict=True):
+            before, found, rendered = rendered.partition(mark)
+            if not found:
+                raise OptionError(
+                    "the model's chat template drops or reorders messages; send a plain string instead"
+                )
+            pieces += [Piece(before, "template"), *(_stripped(content) if trims else content)]
+        pieces.append(Piece(rendered, "template"))
+        return Prompt(tuple(piece for piece in pieces if piece.text))
+
+    def _apply(self, messages: list[tuple[str, str]]) -> str:
+        text: str = self._tokenizer.apply_chat_template(
+            [{"role": role, "content": content} for role, content in messages],
+            tokenize=False,
+            add_generation_prompt=messages[-1][0] != "assistant",
+        )
+        return text
+
+
+def _role(message: Mapping[str, Any]) -> str:
+    role = message.get("role") if isinstance(message, Mapping) else None
+    if not isinstance(role, str):
+        raise OptionError.bad_value("message", message, "a mapping with 'role' (a string) and 'content'")
+    return role
+
+
+def _content(message: Mapping[str, Any]) -> list[Piece]:
+    content = message.get("content", "")
+    if isinstance(content, str):
+        return [Piece(content)]
+    if not isinstance(content, Sequence):
+        raise OptionError.bad_value("content", content, "a string or a list of text blocks")
+    return [_block(block) for block in content]
+
+
+def _block(block: object) -> Piece:
+    if isinstance(block, Piece):
+        return block
+    if isinstance(block, str):
+        return Piece(block)
+    if isinstance(block, Mapping) and block.get("type") == "text" and isinstance(block.get("text"), str):
+        return Piece(block["text"])
+    raise OptionError.bad_value(
+        "content block", block, "a string or {'type': 'text', 'text': ...}; only text is served"
+    )
+
+
+def _merged(turns: list[tuple[str, list[Piece]]]) -> list[tuple[str, list[Piece]]]:
+    """Neighbours of the same role become one turn: templates insist on alternation."""
+    merged: list[tuple[str, list[Piece]]] = []
+    for role, content in turns:
+        if merged and merged[-1][0] == role:
+            merged[-1] = (role, [*merged[-1][1], Piece(SEPARATOR), *content])
+        else:
+            merged.append((role, list(content)))
+    return merged
+
+
+def _stripped(content: list[Piece]) -> list[Piece]:
+    """``content`` without white space at its two ends, as a template that trims would leave it."""
+    kept = list(content)
+    while kept and not kept[0].text.lstrip():
+        kept.pop(0)
+    while kept and not kept[-1].text.rstrip():
+        kept.pop()
+    if kept:
+        kept[0] = Piece(kept[0].text.lstrip(), kept[0].kind)
+        kept[-1] = Piece(kept[-1].text.rstrip(), kept[-1].kind)
+    return kept
+
+
+def _plain_chat(turns: list[tuple[str, list[Piece]]]) -> Prompt:
+    """A chat for a base model that has no template."""
+    pieces: list[Piece] = []
+    for role, content in turns:
+        label = "" if role == "system" else f"{role.capitalize()}: "
+        pieces += [Piece(label), *content, Piece(SEPARATOR)]
+    pieces.append(Piece("Assistant:"))
+    return Prompt(tuple(piece for piece in pieces if piece.text), opening=True)
