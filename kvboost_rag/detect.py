@@ -97,8 +97,7 @@ class DocumentIndex:
                 for length, anchors in self._anchors.items()
                 if anchors
                 for at in range(len(prompt) - length + 1)
-                if (node := anchors.get(prompt[at : at + length])) is not None
-                and (size := node.longest(prompt, at))
+                if (node := anchors.get(prompt[at : at + length])) is not None and (size := node.longest(prompt, at))
             ]
         chosen: list[tuple[int, int]] = []
         for start, end in sorted(matches, key=lambda m: (m[0] - m[1], m[0])):

@@ -40,13 +40,12 @@ class OptionError(KVBoostError, ValueError):
 class PromptTooLongError(KVBoostError, ValueError):
     """Prompt and new tokens do not fit the model's context."""
 
-    def __init__(
-        self, num_prompt_tokens: int, max_new_tokens: int, context_tokens: int, what: str = "the prompt"
-    ):
+    def __init__(self, num_prompt_tokens: int, max_new_tokens: int, context_tokens: int, what: str = "the prompt"):
         over = num_prompt_tokens + max_new_tokens - context_tokens
         super().__init__(
             f"{what} has {num_prompt_tokens} tokens and {max_new_tokens} new ones were asked for, but the model's "
-            f"context holds {context_tokens}: {over} too many. Send fewer or shorter documents, or lower max_new_tokens."
+            f"context holds {context_tokens}: {over} too many. Send fewer or shorter documents, or lower "
+            "max_new_tokens."
         )
         self.num_prompt_tokens = num_prompt_tokens
         self.max_new_tokens = max_new_tokens

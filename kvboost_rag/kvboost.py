@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from types import TracebackType
@@ -27,9 +28,9 @@ from kvboost_rag.engine.types import Segment
 from kvboost_rag.errors import ClosedEngineError, OptionError
 from kvboost_rag.prompt import ChatFormat, Piece, Prompt, completion, rag
 from kvboost_rag.report import Estimate, GenerationResult, PrefillResult, WarmReport
-from kvboost_rag.stream import Emit, TextStream
+from kvboost_rag.stream import Emit, TextStream, Work
 from kvboost_rag.tokens import Tokens
-from kvboost_rag.warming import Document, Warmer, check_texts
+from kvboost_rag.warming import Warmer, check_texts
 
 MIN_DETECTED_TOKENS = 32
 
@@ -62,12 +63,21 @@ class KVBoost:
         self.tokens = Tokens(tokenizer)
         self.chat_format = ChatFormat(tokenizer)
         salt = self.tokens.fingerprint + config.tenant.encode()
-        self.engine = Engine(
-            Model(model, salt), MemoryStore(config.max_cache_bytes, config.warmed_share), config
-        )
+        self.engine = Engine(Model(model, salt), MemoryStore(config.max_cache_bytes, config.warmed_share), config)
         self._index = DocumentIndex()
         self._warmer = Warmer(self.engine, self.tokens)
         self._closed = False
+        self.store_id = uuid.uuid4().hex  # of this store's contents; a new store is a new id
+
+    @property
+    def name(self) -> str:
+        """The model's hub name or folder, as it was loaded."""
+        return str(getattr(self.engine.model.module, "name_or_path", "") or self.engine.model.module.config.model_type)
+
+    @property
+    def context_tokens(self) -> int:
+        """How many tokens a prompt and its answer may have together."""
+        return self.engine.model.context_tokens
 
     @classmethod
     def from_pretrained(
@@ -95,9 +105,7 @@ class KVBoost:
         """
         if model is None or tokenizer is None:
             if model_name is None:
-                raise OptionError(
-                    "from_pretrained needs a model name or folder, or both model= and tokenizer="
-                )
+                raise OptionError("from_pretrained needs a model name or folder, or both model= and tokenizer=")
             loaded = hub.load(
                 model_name,
                 dtype=dtype,
@@ -138,14 +146,11 @@ class KVBoost:
         given = check_texts(texts)
         documents = self._warmer.documents(given)
         report = WarmReport(num_documents=len(given), num_blank=sum(not text for text in given))
-        kept = self._warmer.warm(documents, report, self._opening(header), primer, pinned, progress)
-        for document in documents if not kept else kept:
-            self._file(document)
+        self._warmer.warm(documents, report, self._opening(header), primer, pinned, progress)
+        for document in documents:
+            if len(document.ids) >= MIN_DETECTED_TOKENS and self._warmer.is_warm(document):
+                self._index.add(document.text)
         return report
-
-    def _file(self, document: Document) -> None:
-        if len(document.ids) >= MIN_DETECTED_TOKENS:
-            self._index.add(document.text)
 
     def _opening(self, header: str | None) -> list[Segment]:
         """The chat opening documents are read behind: as a prompt's, up to its first document."""
@@ -179,9 +184,7 @@ class KVBoost:
 
     # Prompts
 
-    def prompt(
-        self, documents: Sequence[str], question: str = "", system: str | None = None, **options: Any
-    ) -> Prompt:
+    def prompt(self, documents: Sequence[str], question: str = "", system: str | None = None, **options: Any) -> Prompt:
         """Documents in this order and a question, as a chat prompt. Blank documents are left out."""
         for name in options:
             if name != "instruction":
@@ -200,11 +203,9 @@ class KVBoost:
             return prompt
         if isinstance(prompt, str):
             return completion(prompt)
-        if isinstance(prompt, Sequence):
+        if isinstance(prompt, list | tuple):
             return self.chat_format.render(prompt)
-        raise TypeError(
-            f"a prompt is a string, a list of chat messages or a Prompt, not {type(prompt).__name__}"
-        )
+        raise TypeError(f"a prompt is a string, a list of chat messages or a Prompt, not {type(prompt).__name__}")
 
     def _segments(self, prompt: Prompt, detect: bool = True) -> list[Segment]:
         segments = []
@@ -244,7 +245,7 @@ class KVBoost:
         """As ``generate``, text piece by piece; the pieces concatenate to the text. Close it to stop early."""
         return TextStream(self._work(prompt, options))
 
-    def _work(self, prompt: PromptLike, options: dict[str, Any]) -> Any:
+    def _work(self, prompt: PromptLike, options: dict[str, Any]) -> Work:
         """Check everything now; return the function that does the work."""
         started = time.perf_counter()
         self._check_open()
@@ -273,7 +274,7 @@ class KVBoost:
         cancelled: threading.Event,
         started: float,
     ) -> GenerationResult:
-        assembler = TextAssembler(self.tokens.decode, decoding.stop)
+        assembler = TextAssembler(self.tokens.decode, decoding.stops)
         pieces: list[str] = []
         report = prefilled.report
 
@@ -330,9 +331,7 @@ class KVBoost:
 
     def _plan(self, call: Mapping[str, Any]) -> tuple[Repair, str, bool]:
         """Repair, mode and detection of a call: its own options over the engine's. Raises OptionError."""
-        ratio = call.get(
-            "recompute_ratio", None if "repair" in call else self._defaults.get("recompute_ratio")
-        )
+        ratio = call.get("recompute_ratio", None if "repair" in call else self._defaults.get("recompute_ratio"))
         repair = resolve_repair(call.get("repair", self._defaults.get("repair", "query")), ratio)
         mode = call.get("mode", self._defaults.get("mode", "reuse"))
         if mode not in ("baseline", "prefix", "reuse"):
@@ -363,3 +362,11 @@ class KVBoost:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def engine_of(owner: Any) -> KVBoost:
+    """The KVBoost that ``owner`` is or has (LLM objects of the integrations). Raises OptionError."""
+    for candidate in (owner, getattr(owner, "engine", None)):
+        if isinstance(candidate, KVBoost):
+            return candidate
+    raise OptionError.bad_value("engine", owner, "a KVBoost, or an LLM object that has one")

@@ -57,9 +57,7 @@ class Prompt:
 def document_piece(text: object, position: int = 0) -> Piece | None:
     """The piece of a document, or None if it is blank. Raises TypeError if it is no string."""
     if not isinstance(text, str):
-        raise TypeError(
-            f"documents are strings, but document {position} is {type(text).__name__}: {text!r:.80}"
-        )
+        raise TypeError(f"documents are strings, but document {position} is {type(text).__name__}: {text!r:.80}")
     stripped = text.strip()
     return Piece(stripped, "document") if stripped else None
 
@@ -67,9 +65,7 @@ def document_piece(text: object, position: int = 0) -> Piece | None:
 def document_pieces(documents: Sequence[str]) -> list[Piece]:
     """The documents' pieces with separators between them; blank documents are left out."""
     if isinstance(documents, str):
-        raise OptionError.bad_value(
-            "documents", documents[:40], "a list of strings; for one document: [text]"
-        )
+        raise OptionError.bad_value("documents", documents[:40], "a list of strings; for one document: [text]")
     pieces: list[Piece] = []
     for position, document in enumerate(documents):
         piece = document_piece(document, position)
@@ -121,9 +117,7 @@ class ChatFormat:
         """
         turns = _merged([(_role(message), _content(message)) for message in messages])
         if not turns:
-            raise OptionError.bad_value(
-                "messages", list(messages), "at least one message with role and content"
-            )
+            raise OptionError.bad_value("messages", list(messages), "at least one message with role and content")
         if not self.has_template:
             return _plain_chat(turns)
         try:
@@ -147,9 +141,7 @@ class ChatFormat:
         for mark, (_, content) in zip(marks, turns, strict=True):
             before, found, rendered = rendered.partition(mark)
             if not found:
-                raise OptionError(
-                    "the model's chat template drops or reorders messages; send a plain string instead"
-                )
+                raise OptionError("the model's chat template drops or reorders messages; send a plain string instead")
             pieces += [Piece(before, "template"), *(_stripped(content) if trims else content)]
         pieces.append(Piece(rendered, "template"))
         return Prompt(tuple(piece for piece in pieces if piece.text))

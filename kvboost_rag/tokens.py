@@ -3,7 +3,7 @@
 Knows a tokenizer; knows nothing of prompts, chunks or models. Whether special-token strings inside a text become
 special tokens is a switch *on* a tokenizer, and padding or truncation set by someone else are too. So this class works
 on private copies whose switches are set once: one reads ``<|im_end|>`` as the token it names (templates), the other as
-nine ordinary characters (documents, questions: they cannot close the user's turn).
+ordinary characters (documents, questions: they cannot close the user's turn).
 """
 
 from __future__ import annotations
@@ -15,8 +15,6 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-# Encoded alone, a text gives the same ids wherever it stands: no BOS, no EOS, no joining with its neighbours.
-
 
 class Tokens:
     """The two ways of encoding, and decoding without special tokens."""
@@ -24,13 +22,14 @@ class Tokens:
     def __init__(self, tokenizer: Any):
         self.tokenizer = tokenizer
         backend = getattr(tokenizer, "backend_tokenizer", None)
+        self._trusted: Tokenizer | None = None
+        self._plain: Tokenizer | None = None
         if isinstance(backend, Tokenizer):
             serialized = backend.to_str()
-            self._trusted, self._plain = (_copy(serialized) for _ in range(2))
+            self._trusted, self._plain = _copy(serialized), _copy(serialized)
             self._plain.encode_special_tokens = True
         else:
             serialized = f"{type(tokenizer).__name__} {sorted(tokenizer.get_vocab().items())}"
-            self._trusted = self._plain = None
         self._lock = threading.Lock()
         self.fingerprint = hashlib.sha256(serialized.encode()).digest()
         self.opening_ids = self._opening_ids()
@@ -53,9 +52,7 @@ class Tokens:
             text: str = self._trusted.decode(list(ids), skip_special_tokens=True)
             return text
         with self._lock:
-            slow: str = self.tokenizer.decode(
-                list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
-            )
+            slow: str = self.tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
             return slow
 
     def starts_with_opening(self, text: str) -> bool:
@@ -66,9 +63,7 @@ class Tokens:
     def _slow(self, text: str, split_special_tokens: bool) -> tuple[int, ...]:
         with self._lock:
             return tuple(
-                self.tokenizer(
-                    text, add_special_tokens=False, split_special_tokens=split_special_tokens
-                ).input_ids
+                self.tokenizer(text, add_special_tokens=False, split_special_tokens=split_special_tokens).input_ids
             )
 
     def _opening_ids(self) -> tuple[int, ...]:

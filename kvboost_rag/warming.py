@@ -87,8 +87,8 @@ class Warmer:
         primer: str | None,
         pinned: bool,
         progress: bool,
-    ) -> list[Document]:
-        """Warm what is not warm yet; fills ``report`` as it goes and returns what was kept.
+    ) -> None:
+        """Warm what is not warm yet; fills ``report`` as it goes.
 
         Raises OptionError and PromptTooLongError before any work; warns with BudgetWarning if not all will fit.
         """
@@ -99,11 +99,8 @@ class Warmer:
         contexts = [self._context(opening, choose(document)) for document in cold]
         for document, (context, _) in zip(cold, contexts, strict=True):
             num_tokens = sum(len(s.ids) for s in context) + len(document.ids)
-            self._engine.check_length(
-                num_tokens, 0, f"the document {document.text[:40]!r}... with its primer"
-            )
+            self._engine.check_length(num_tokens, 0, f"the document {document.text[:40]!r}... with its primer")
         self._warn_if_too_big(cold)
-        kept = []
         bar = tqdm(total=len(cold), desc="warming", unit="doc", disable=not progress or len(cold) < 2)
         with bar:
             for document, (context, name) in zip(cold, contexts, strict=True):
@@ -111,7 +108,6 @@ class Warmer:
                     put = self._engine.warm(context, Segment(document.ids, document=True), pinned)
                 report.num_evicted += sum(entry.warmed for entry in put.evicted)
                 if put.stored:
-                    kept.append(document)
                     report.num_warmed += 1
                     report.num_tokens += len(document.ids)
                     report.num_bytes += self.size(document)
@@ -121,7 +117,6 @@ class Warmer:
                     report.num_rejected += 1
                 report.seconds = time.perf_counter() - started
                 bar.update()
-        return kept
 
     def _warn_if_too_big(self, cold: Sequence[Document]) -> None:
         stats = self._engine.store.stats()

@@ -58,9 +58,7 @@ class Assembled:
         """What a repair strategy may choose from: approximate hits, less the last token, which is live anyway."""
         last = self.num_tokens - 1
         spans = [
-            Reused(p.chunk.start, min(p.chunk.end, last))
-            for p in self.placements
-            if p.fidelity is Fidelity.APPROXIMATE
+            Reused(p.chunk.start, min(p.chunk.end, last)) for p in self.placements if p.fidelity is Fidelity.APPROXIMATE
         ]
         return [span for span in spans if len(span)]
 

@@ -87,9 +87,7 @@ def make_plan(
         masked = torch.arange(num_keys, device=positions.device) > rows[:, None]
         if hidden is not None:
             masked = masked | hidden[:num_keys]
-        mask = torch.zeros(masked.shape, dtype=dtype, device=positions.device).masked_fill_(
-            masked, float("-inf")
-        )
+        mask = torch.zeros(masked.shape, dtype=dtype, device=positions.device).masked_fill_(masked, float("-inf"))
         blocks.append(Block(first, first + rows.shape[0], num_keys, mask))
     return Plan(tuple(blocks), capture)
 
@@ -146,7 +144,7 @@ def _captured(
 ) -> torch.Tensor:
     """The same attention by hand, for its probabilities. ``rows``: (kv_heads, group, queries, head_dim)."""
     kv_heads, group, num_rows, _ = rows.shape
-    scores = torch.bmm(rows.flatten(1, 2) * scaling, keys.transpose(1, 2)).unflatten(1, (group, num_rows))
+    scores = torch.bmm(rows.flatten(1, 2) * scaling, keys.transpose(1, 2)).view(kv_heads, group, num_rows, -1)
     probabilities = torch.softmax(scores.add_(mask), dim=-1, dtype=torch.float32)
     capture.add(probabilities)
     mixed = torch.bmm(probabilities.flatten(1, 2).to(values.dtype), values)

@@ -109,9 +109,7 @@ class SlotCache(Cache):  # type: ignore[misc]
         length: int = 0,
     ) -> SlotCache:
         """An unfilled buffer of ``shape`` (layers, kv_heads, capacity, head_dim) whose first ``length`` slots count."""
-        cache = cls(
-            torch.empty(shape, dtype=dtype, device=device), torch.empty(shape, dtype=dtype, device=device)
-        )
+        cache = cls(torch.empty(shape, dtype=dtype, device=device), torch.empty(shape, dtype=dtype, device=device))
         cache.set_length(length)
         return cache
 

@@ -15,9 +15,7 @@ from kvboost_rag.engine.types import Chunk, Segment
 
 def fixed(ids: Sequence[int], chunk_size: int, start: int = 0) -> list[Chunk]:
     """Splits at {0, C, 2C, ...}, counted from the first id."""
-    return [
-        Chunk(ids=tuple(ids[at : at + chunk_size]), start=start + at) for at in range(0, len(ids), chunk_size)
-    ]
+    return [Chunk(ids=tuple(ids[at : at + chunk_size]), start=start + at) for at in range(0, len(ids), chunk_size)]
 
 
 def chunk_prompt(segments: Sequence[Segment], chunk_size: int) -> list[Chunk]:

@@ -23,9 +23,7 @@ def parse_bytes(value: int | str, option: str = "max_cache_bytes") -> int:
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", value)
         if match and match[2].upper() in _UNITS:
             return int(float(match[1]) * _UNITS[match[2].upper()])
-    raise OptionError.bad_value(
-        option, value, "bytes as a whole number, or a string such as '2GB' or '512MiB'"
-    )
+    raise OptionError.bad_value(option, value, "bytes as a whole number, or a string such as '2GB' or '512MiB'")
 
 
 @dataclass(frozen=True)

@@ -94,9 +94,7 @@ class Engine:
             logits = self.model.forward(ids, cache)[-1]
         return Prefilled(ids, cache, logits, report)
 
-    def _repaired(
-        self, assembled: Assembled, live: torch.Tensor, cache: SlotCache, repair: Repair
-    ) -> torch.Tensor:
+    def _repaired(self, assembled: Assembled, live: torch.Tensor, cache: SlotCache, repair: Repair) -> torch.Tensor:
         spans = assembled.approximate_spans()
         if not spans:
             return torch.empty(0, dtype=torch.int64)
@@ -158,9 +156,7 @@ class Engine:
             rows.append(self.model.forward(torch.tensor(ids[:-1]), prefilled.cache, num_logits=len(ids) - 1))
         return torch.cat(rows)
 
-    def generate(
-        self, prefilled: Prefilled, options: GenerationOptions, on_tokens: Callable[[list[int]], bool]
-    ) -> str:
+    def generate(self, prefilled: Prefilled, options: GenerationOptions, on_tokens: Callable[[list[int]], bool]) -> str:
         """Decode behind a prefilled prompt; between two tokens other threads get their turn. See ``decode``."""
 
         def step(new: list[int]) -> bool:
@@ -180,9 +176,7 @@ def _timed(report: Report, step: str) -> Iterator[None]:
     report.seconds[step] = time.perf_counter() - started
 
 
-def _fill(
-    report: Report, assembled: Assembled, live: torch.Tensor, repaired: torch.Tensor, tier: str
-) -> None:
+def _fill(report: Report, assembled: Assembled, live: torch.Tensor, repaired: torch.Tensor, tier: str) -> None:
     """The counts of ``report`` from what was placed, live and repaired."""
     report.num_live_tokens, report.num_repaired_tokens = len(live), len(repaired)
     last = assembled.num_tokens - 1

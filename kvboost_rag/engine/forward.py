@@ -43,9 +43,7 @@ def fused_forward(
         return model.forward(ids.to(model.device)[positions], cache, positions, mask, plan, num_logits)
 
 
-def scout(
-    model: Model, ids: torch.Tensor, live: torch.Tensor, cache: SlotCache, first_layer: int
-) -> torch.Tensor:
+def scout(model: Model, ids: torch.Tensor, live: torch.Tensor, cache: SlotCache, first_layer: int) -> torch.Tensor:
     """How much the end of the prompt attends to each position, (num_tokens,) float32.
 
     Runs the last live run of tokens (the question; at most SCOUT_TOKENS of it) over what ``cache`` holds, other live

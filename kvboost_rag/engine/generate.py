@@ -42,7 +42,7 @@ class GenerationOptions:
     top_k: int | None = None
     repetition_penalty: float | None = None
     seed: int | None = None
-    stop: str | Sequence[str] = ()
+    stop: str | Sequence[str] | None = None
 
     def __post_init__(self) -> None:
         _check(self.max_new_tokens, "max_new_tokens", int, 1, None, "a whole number, 1 or more")
@@ -58,23 +58,20 @@ class GenerationOptions:
             "a number above 0, or None",
         )
         _check(self.seed, "seed", int, 0, None, "a whole number, 0 or more, or None")
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-        if not all(isinstance(s, str) and s for s in stop):
-            raise OptionError.bad_value(
-                "stop", self.stop, "a string or a list of strings, none of them empty"
-            )
-        object.__setattr__(self, "stop", stop)
+        stops: tuple[Any, ...] = self.stops
+        if not all(isinstance(s, str) and s for s in stops):
+            raise OptionError.bad_value("stop", self.stop, "a string or a list of strings, none of them empty")
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """The stop strings as a tuple."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
 
 def _check(value: Any, option: str, kind: Any, low: float, high: float | None, choices: str) -> None:
     if value is None and choices.endswith("None"):
         return
-    if (
-        isinstance(value, bool)
-        or not isinstance(value, kind)
-        or value < low
-        or (high is not None and value > high)
-    ):
+    if isinstance(value, bool) or not isinstance(value, kind) or value < low or (high is not None and value > high):
         raise OptionError.bad_value(option, value, choices)
 
 

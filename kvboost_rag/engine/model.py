@@ -42,9 +42,7 @@ class Model:
         self.num_layers: int = config.num_hidden_layers
         self.num_heads: int = config.num_attention_heads
         self.kv_heads: int = config.num_key_value_heads or config.num_attention_heads
-        self.head_dim: int = (
-            getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        )
+        self.head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         self.context_tokens: int = config.max_position_embeddings
         self.dtype: torch.dtype = model.dtype
         self.device: torch.device = model.device
@@ -121,9 +119,7 @@ def _rope_of(model: Any) -> Rope:
             f"{', '.join(SERVED_ROPE_TYPES)}"
         )
     if getattr(config, "use_sliding_window", False):
-        raise UnsupportedModelError(
-            f"{type(model).__name__} uses sliding-window attention, which is not served"
-        )
+        raise UnsupportedModelError(f"{type(model).__name__} uses sliding-window attention, which is not served")
     rotary = next(m for m in model.modules() if isinstance(getattr(m, "inv_freq", None), torch.Tensor))
     return Rope(rotary.inv_freq.detach().float().cpu())
 
@@ -135,11 +131,7 @@ def _fingerprint(model: Any, salt: bytes) -> bytes:
     weights apart, in milliseconds.
     """
     digest = hashlib.sha256(f"format {FORMAT_VERSION} {model.dtype}".encode() + salt)
-    config = {
-        k: v
-        for k, v in model.config.to_dict().items()
-        if not k.startswith("_") and k != "transformers_version"
-    }
+    config = {k: v for k, v in model.config.to_dict().items() if not k.startswith("_") and k != "transformers_version"}
     digest.update(json.dumps(config, sort_keys=True, default=str).encode())
     for name, parameter in model.named_parameters():
         flat = parameter.detach().reshape(-1)

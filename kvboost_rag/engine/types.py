@@ -6,8 +6,9 @@ Knows shapes and intervals; knows nothing of models, stores or text. Intervals a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from enum import StrEnum
+from typing import Any
 
 import torch
 
@@ -132,6 +133,10 @@ class Report:
     def reuse_ratio(self) -> float:
         """Share of the prompt's tokens that was not computed (paper, section 6.1), 0 to 1."""
         return self.num_reused_tokens / self.num_prompt_tokens if self.num_prompt_tokens else 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything as plain numbers, strings, lists and dicts."""
+        return asdict(self) | {"num_document_hits": self.num_document_hits, "reuse_ratio": self.reuse_ratio}
 
     def __str__(self) -> str:
         return (

@@ -25,9 +25,7 @@ def resolve_repair(repair: str | Repair, recompute_ratio: float | None = None) -
     elif isinstance(repair, str) and repair in REPAIRS:
         strategy = REPAIRS[repair]()
     else:
-        raise OptionError.bad_value(
-            "repair", repair, f"one of {', '.join(map(repr, REPAIRS))} or a Repair object"
-        )
+        raise OptionError.bad_value("repair", repair, f"one of {', '.join(map(repr, REPAIRS))} or a Repair object")
     if recompute_ratio is None:
         return strategy
     if check_ratio(recompute_ratio) == 0:

@@ -62,9 +62,7 @@ class Repair(ABC):
 
         Raises OptionError where the strategy's choice is not a matter of a ratio.
         """
-        raise OptionError(
-            f"recompute_ratio={ratio!r} does not apply to repair={self.name!r}; it applies to 'query'"
-        )
+        raise OptionError(f"recompute_ratio={ratio!r} does not apply to repair={self.name!r}; it applies to 'query'")
 
 
 def check_ratio(ratio: float) -> float:

@@ -76,9 +76,7 @@ class MemoryStore(Store):
         same_prefix = self._exact.get(entry.keys.prefix) if entry.exact else None
         same_content = self._content.get(entry.keys.content)
         if same_content is not None and entry.exact and not entry.warmed:
-            same_content = (
-                None  # an exact by-product stands beside the content's entry, under its prefix hash alone
-            )
+            same_content = None  # an exact by-product stands beside the content's entry, under its prefix hash alone
         unique = {id(old): old for old in (same_prefix, same_content) if old is not None}
         return list(unique.values())
 

