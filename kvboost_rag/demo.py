@@ -134,7 +134,7 @@ def through_llama_index(passages: Sequence[str], embed: Any, engine: KVBoost, qu
     from llama_index.core.embeddings import BaseEmbedding
     from llama_index.llms.kvboost import KVBoostLLM, KVBoostWarmTransform
 
-    class Bundled(BaseEmbedding):
+    class Bundled(BaseEmbedding):  # type: ignore[misc]
         def _get_text_embedding(self, text: str) -> list[float]:
             return list(embed([text])[0])
 
@@ -237,7 +237,11 @@ def run(data: Path, arguments: argparse.Namespace) -> int:
         print(through_llama_index(passages, embed, engine, questions[0]))
     mean = sum(o.ratio for o in outcomes) / len(outcomes)
     if arguments.json:
-        payload = {"options": reuse, "mean_ratio": mean, "questions": [asdict(o) | {"ratio": o.ratio} for o in outcomes]}
+        payload = {
+            "options": reuse,
+            "mean_ratio": mean,
+            "questions": [asdict(o) | {"ratio": o.ratio} for o in outcomes],
+        }
         arguments.json.write_text(json.dumps(payload, indent=1), encoding="utf-8")
     print(f"mean TTFT ratio (full / reuse): {mean:.1f}")
     return 0

@@ -292,7 +292,9 @@ class KVBoost:
         reason = self.engine.generate(prefilled, decoding, on_tokens)
         give(assembler.finish())
         self.engine.keep(prefilled)
-        if cancelled.is_set():
+        if assembler.stopped:
+            reason = "stop"
+        elif cancelled.is_set():
             reason = "cancelled"
         return GenerationResult("".join(pieces), reason, report)
 

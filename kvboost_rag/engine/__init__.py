@@ -1,1 +1,1 @@
-"""The engine: torch, transformers and safetensors only, and of this package only ``errors``. Could be lifted out whole."""
+"""The engine: torch, transformers and safetensors, and of this package only ``errors``. Could be lifted out whole."""

@@ -33,13 +33,14 @@ _PREFIX = "kvboost_"
 
 @dataclass
 class Capture:
-    """Collects how much attention the captured queries pay to each key.
+    """Collects how much attention the queries from row ``first_query`` on pay to each key.
 
     ``first_layer``: layers before it are not counted. ``scores`` (num_keys,) float32: attention probability summed
-    over heads, queries and the counted layers.
+    over heads, those queries and the counted layers.
     """
 
     num_keys: int
+    first_query: int = 0
     first_layer: int = 0
     scores: torch.Tensor = field(init=False)
 
@@ -47,7 +48,7 @@ class Capture:
         self.scores = torch.zeros(self.num_keys, dtype=torch.float32)
 
     def add(self, probabilities: torch.Tensor) -> None:
-        """``probabilities``: (kv_heads, group, queries, keys) float32, keys a prefix of all keys."""
+        """``probabilities``: (kv_heads, group, counted queries, keys) float32, keys a prefix of all keys."""
         summed = probabilities.sum(dim=(0, 1, 2))
         self.scores[: summed.shape[0]] += summed.to(self.scores.device)
 
@@ -120,7 +121,8 @@ def block_attention(
     for block in plan.blocks:
         rows = grouped[:, :, block.first : block.last]
         keys, values = key[0, :, : block.num_keys], value[0, :, : block.num_keys]
-        if plan.capture is None or layer < plan.capture.first_layer:
+        capture = plan.capture
+        if capture is None or layer < capture.first_layer or block.last <= capture.first_query:
             result = F.scaled_dot_product_attention(
                 rows,
                 keys[:, None].expand(-1, group, -1, -1),  # views: grouped heads share their keys
@@ -129,26 +131,21 @@ def block_attention(
                 scale=scaling,
             )
         else:
-            result = _captured(rows, keys, values, block.mask, scaling, plan.capture)
+            result, probabilities = _by_hand(rows, keys, values, block.mask, scaling)
+            capture.add(probabilities[:, :, max(0, capture.first_query - block.first) :])
         out[block.first : block.last] = result.permute(2, 0, 1, 3)
     return out.view(1, num_queries, num_heads, -1)
 
 
-def _captured(
-    rows: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    mask: torch.Tensor,
-    scaling: float,
-    capture: Capture,
-) -> torch.Tensor:
-    """The same attention by hand, for its probabilities. ``rows``: (kv_heads, group, queries, head_dim)."""
+def _by_hand(
+    rows: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, scaling: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same attention with its probabilities. ``rows``: (kv_heads, group, queries, head_dim)."""
     kv_heads, group, num_rows, _ = rows.shape
     scores = torch.bmm(rows.flatten(1, 2) * scaling, keys.transpose(1, 2)).view(kv_heads, group, num_rows, -1)
     probabilities = torch.softmax(scores.add_(mask), dim=-1, dtype=torch.float32)
-    capture.add(probabilities)
     mixed = torch.bmm(probabilities.flatten(1, 2).to(values.dtype), values)
-    return mixed.view(kv_heads, group, num_rows, -1)
+    return mixed.view(kv_heads, group, num_rows, -1), probabilities
 
 
 def full_mask(positions: torch.Tensor, num_keys: int, dtype: torch.dtype) -> torch.Tensor:

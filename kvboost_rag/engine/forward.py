@@ -13,7 +13,7 @@ from kvboost_rag.engine.attention import Capture, Plan, full_mask, make_plan
 from kvboost_rag.engine.cache import SlotCache
 from kvboost_rag.engine.model import Model
 
-SCOUT_TOKENS = 64
+SCOUT_TOKENS = 256
 
 
 def fused_forward(
@@ -44,19 +44,22 @@ def fused_forward(
 
 
 def scout(model: Model, ids: torch.Tensor, live: torch.Tensor, cache: SlotCache, first_layer: int) -> torch.Tensor:
-    """How much the end of the prompt attends to each position, (num_tokens,) float32.
+    """How much the question attends to each position of the prompt, (num_tokens,) float32.
 
-    Runs the last live run of tokens (the question; at most SCOUT_TOKENS of it) over what ``cache`` holds, other live
-    positions hidden, and sums attention probabilities over heads, tokens and the layers from ``first_layer`` on.
+    The question is the last run of ``live`` positions (ascending). It is run over what ``cache`` holds together with
+    the other live tokens, so that the outcome does not depend on whether the header happened to be cached; but where
+    whole documents are missing only the outer SCOUT_TOKENS live tokens are, and the rest is hidden. Probabilities are
+    summed over heads, the question's tokens and the layers from ``first_layer`` on.
     """
     num_tokens = ids.shape[0]
-    breaks = (live.diff() != 1).nonzero()
-    start = int(breaks[-1]) + 1 if breaks.numel() else 0
-    rows = live[start:][-SCOUT_TOKENS:]
+    half = SCOUT_TOKENS // 2
+    rows = live if live.numel() <= SCOUT_TOKENS else torch.cat([live[:half], live[-half:]])
+    breaks = (rows.diff() != 1).nonzero()
+    question = int(breaks[-1]) + 1 if breaks.numel() else 0
     hidden = torch.zeros(num_tokens, dtype=torch.bool)
     hidden[live] = True
     hidden[rows] = False
     cache.zero_slots(hidden.nonzero()[:, 0])  # a probability of zero times a NaN left in memory is a NaN
-    capture = Capture(num_tokens, first_layer)
+    capture = Capture(num_tokens, first_query=question, first_layer=first_layer)
     fused_forward(model, ids, rows, cache, hidden=hidden.to(model.device), capture=capture)
     return capture.scores

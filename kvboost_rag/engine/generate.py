@@ -58,14 +58,16 @@ class GenerationOptions:
             "a number above 0, or None",
         )
         _check(self.seed, "seed", int, 0, None, "a whole number, 0 or more, or None")
-        stops: tuple[Any, ...] = self.stops
-        if not all(isinstance(s, str) and s for s in stops):
-            raise OptionError.bad_value("stop", self.stop, "a string or a list of strings, none of them empty")
+        given: Any = self.stop
+        if given is not None and not (
+            isinstance(given, str | list | tuple) and all(isinstance(s, str) and s for s in self.stops)
+        ):
+            raise OptionError.bad_value("stop", given, "a string or a list of strings, none of them empty")
 
     @property
     def stops(self) -> tuple[str, ...]:
         """The stop strings as a tuple."""
-        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        return (self.stop,) if isinstance(self.stop, str) else tuple(() if self.stop is None else self.stop)
 
 
 def _check(value: Any, option: str, kind: Any, low: float, high: float | None, choices: str) -> None:
@@ -109,10 +111,8 @@ class TextAssembler:
         prefix = self._decode(self._ids[self._prefix_at : self._read_at])
         text = self._decode(self._ids[self._prefix_at :])
         self._prefix_at = self._read_at = len(self._ids)
-        piece = self._release(text[len(prefix) :])
-        if self.stopped:
-            return piece
-        piece, self._held = piece + self._held, ""
+        piece = self._release(text[len(prefix) :]) + self._held
+        self._held = ""
         return piece
 
     def _release(self, text: str) -> str:
@@ -153,11 +153,13 @@ class _EachStep(StoppingCriteria):  # type: ignore[misc]
 
     def __init__(self, num_prompt_tokens: int, on_tokens: Callable[[list[int]], bool]):
         self._seen, self._on_tokens = num_prompt_tokens, on_tokens
+        self.stopped = False
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
         new = input_ids[0, self._seen :].tolist()
         self._seen += len(new)
-        return torch.tensor([self._on_tokens(new)], dtype=torch.bool, device=input_ids.device)
+        self.stopped = self._on_tokens(new)
+        return torch.tensor([self.stopped], dtype=torch.bool, device=input_ids.device)
 
 
 def _processors(options: GenerationOptions) -> LogitsProcessorList:
@@ -203,22 +205,28 @@ def decode(
         if bool(stopping_criteria(input_ids, None).all()):
             return input_ids
         kwargs["attention_mask"] = torch.ones_like(input_ids)
+        places = torch.arange(input_ids.shape[1], device=input_ids.device)
+        # `generate` made these for the prompt alone; left as they are, the next token would stand one place too early
+        if "position_ids" in kwargs:
+            kwargs["position_ids"] = places[None]
+        if "cache_position" in kwargs:
+            kwargs["cache_position"] = places[-1:]
         result: torch.Tensor = module._sample(input_ids, logits_processor, stopping_criteria, **kwargs)
         return result
 
     prompt = ids.to(model.device)[None]
+    each_step = _EachStep(prompt.shape[1], on_tokens)
     output = model.module.generate(
         input_ids=prompt,
         attention_mask=torch.ones_like(prompt),
         generation_config=config,
         logits_processor=_processors(options),
-        stopping_criteria=StoppingCriteriaList([_EachStep(prompt.shape[1], on_tokens)]),
+        stopping_criteria=StoppingCriteriaList([each_step]),
         custom_generate=continue_from_logits,
         **{model.cache_argument: cache},
     )
-    new = output[0, prompt.shape[1] :].tolist()
     ends = own.eos_token_id if isinstance(own.eos_token_id, list) else [own.eos_token_id]
-    return "stop" if new[-1] in ends or len(new) < options.max_new_tokens else "length"
+    return "stop" if each_step.stopped or int(output[0, -1]) in ends else "length"
 
 
 def _first(value: Any) -> Any:

@@ -48,7 +48,9 @@ def warmed(family: str = "llama", **changes: object) -> Engine:
     return engine
 
 
-def prefill(engine: Engine, segments: Sequence[Segment], repair: Repair | None = None, mode: str = "reuse") -> Prefilled:
+def prefill(
+    engine: Engine, segments: Sequence[Segment], repair: Repair | None = None, mode: str = "reuse"
+) -> Prefilled:
     with engine.lock:
         prefilled = engine.prefill(segments, repair or NoRepair(), mode)
         engine.keep(prefilled)

@@ -75,8 +75,8 @@ class MemoryStore(Store):
     def _replaced_by(self, entry: Entry) -> list[Entry]:
         same_prefix = self._exact.get(entry.keys.prefix) if entry.exact else None
         same_content = self._content.get(entry.keys.content)
-        if same_content is not None and entry.exact and not entry.warmed:
-            same_content = None  # an exact by-product stands beside the content's entry, under its prefix hash alone
+        if same_content is not None and (_is_exact_by_product(entry) or _is_exact_by_product(same_content)):
+            same_content = None  # an exact by-product (a header, a primer) stands beside the content's own entry
         unique = {id(old): old for old in (same_prefix, same_content) if old is not None}
         return list(unique.values())
 
@@ -106,7 +106,8 @@ class MemoryStore(Store):
     def _index(self, entry: Entry) -> None:
         if entry.exact:
             self._exact[entry.keys.prefix] = entry
-        self._content.setdefault(entry.keys.content, entry)
+        if entry.warmed or entry.keys.content not in self._content:
+            self._content[entry.keys.content] = entry
         self._recency[id(entry)] = entry
         self._used[entry.warmed] += entry.num_bytes
 
@@ -140,3 +141,7 @@ class MemoryStore(Store):
                 num_misses=self._num_misses,
                 num_mismatches=self._num_mismatches,
             )
+
+
+def _is_exact_by_product(entry: Entry) -> bool:
+    return entry.exact and not entry.warmed
