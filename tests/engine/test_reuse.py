@@ -147,7 +147,7 @@ def test_what_a_prompt_computed_in_full_is_exact_next_time() -> None:
     again = [HEADER, A, SEP, B, Segment(ids(105, 5))]
     result = prefill(engine, again)
     # the separator between the documents is not kept, so the chain of prefixes ends with the first document
-    assert [d.fidelity for d in result.report.documents][0] is Fidelity.EXACT
+    assert result.report.documents[0].fidelity is Fidelity.EXACT
     assert_same(prefill(engine, again, FullRepair()).logits, cold(engine, again))
 
 
@@ -296,7 +296,7 @@ def test_assembling_looks_every_chunk_up_on_its_own() -> None:
 def test_more_repair_means_less_error() -> None:
     """On a random model, over many prompts: the mean error at 50 % is below the one at 0, and 0 at 100 %."""
     engine = warmed()
-    errors = {ratio: 0.0 for ratio in (0.0, 0.5, 1.0)}
+    errors = dict.fromkeys((0.0, 0.5, 1.0), 0.0)
     for seed in range(20):
         segments = [HEADER, C, SEP, A, SEP, B, Segment(ids(200 + seed, 9))]
         expected = cold(engine, segments)
