@@ -79,9 +79,9 @@ class Engine:
             report.moved_bytes = stitch(assembled, cache, self.codec, self.model.rope)
         live = assembled.live_positions()
         with _timed(report, "repair"):
-            repaired = self._repaired(assembled, live, cache, repair)
+            repaired, num_done = self._repaired(assembled, live, cache, repair)
         with _timed(report, "forward"):
-            positions = torch.cat([live, repaired]).sort().values
+            positions = torch.cat([live[num_done:], repaired]).sort().values
             logits = fused_forward(self.model, assembled.ids, positions, cache)[-1]
         _fill(report, assembled, live, repaired, self.store.tier)
         return Prefilled(assembled.ids, cache, logits, report, assembled)
@@ -94,15 +94,25 @@ class Engine:
             logits = self.model.forward(ids, cache)[-1]
         return Prefilled(ids, cache, logits, report)
 
-    def _repaired(self, assembled: Assembled, live: torch.Tensor, cache: SlotCache, repair: Repair) -> torch.Tensor:
+    def _repaired(
+        self, assembled: Assembled, live: torch.Tensor, cache: SlotCache, repair: Repair
+    ) -> tuple[torch.Tensor, int]:
+        """Positions to recompute, and how many of the leading ``live`` ones are computed already.
+
+        A scout pass needs the opening in place: attention rests on the first tokens. Where it is not cached yet, this
+        one time, it is computed first, so that the choice does not depend on what happened to be cached.
+        """
         spans = assembled.approximate_spans()
         if not spans:
-            return torch.empty(0, dtype=torch.int64)
-        attention = None
-        if repair.needs_attention:
-            first_layer = self.model.num_layers // 3
-            attention = scout(self.model, assembled.ids, live, cache, first_layer)
-        return repair.select(RepairView(spans, attention))
+            return torch.empty(0, dtype=torch.int64), 0
+        if not repair.needs_attention:
+            return repair.select(RepairView(spans)), 0
+        num_opening = int((live == torch.arange(len(live))).sum())
+        if num_opening:
+            fused_forward(self.model, assembled.ids, live[:num_opening], cache)
+        first_layer = self.model.num_layers // 3
+        attention = scout(self.model, assembled.ids, live[num_opening:], cache, first_layer)
+        return repair.select(RepairView(spans, attention)), num_opening
 
     def keep(self, prefilled: Prefilled) -> None:
         """Store what this prompt computed and a later one may reuse, under the fidelity it really has.

@@ -47,13 +47,11 @@ def scout(model: Model, ids: torch.Tensor, live: torch.Tensor, cache: SlotCache,
     """How much the question attends to each position of the prompt, (num_tokens,) float32.
 
     The question is the last run of ``live`` positions (ascending). It is run over what ``cache`` holds together with
-    the other live tokens, so that the outcome does not depend on whether the header happened to be cached; but where
-    whole documents are missing only the outer SCOUT_TOKENS live tokens are, and the rest is hidden. Probabilities are
-    summed over heads, the question's tokens and the layers from ``first_layer`` on.
+    the other live tokens; but where whole documents are missing, only the last SCOUT_TOKENS live ones are run and the
+    rest is hidden. Probabilities are summed over heads, the question's tokens and the layers from ``first_layer`` on.
     """
     num_tokens = ids.shape[0]
-    half = SCOUT_TOKENS // 2
-    rows = live if live.numel() <= SCOUT_TOKENS else torch.cat([live[:half], live[-half:]])
+    rows = live[-SCOUT_TOKENS:]
     breaks = (rows.diff() != 1).nonzero()
     question = int(breaks[-1]) + 1 if breaks.numel() else 0
     hidden = torch.zeros(num_tokens, dtype=torch.bool)
