@@ -57,10 +57,14 @@ class TestRepairContract:
         assert chosen.dtype == torch.int64 and chosen.dim() == 1
         assert chosen.tolist() == sorted(set(chosen.tolist()) & set(positions(spans)))
 
-    def test_it_looks_at_attention_only_if_it_says_so(self, name: str):
-        strategy = REPAIRS[name]()
+    def test_it_looks_at_attention_if_and_only_if_it_says_so(self, name: str):
+        strategy, spans = REPAIRS[name](), SPANS["apart"]
+        attention = torch.arange(200).float()
+        choices = {tuple(selected(strategy, spans, shown)) for shown in (attention, attention.flip(0))}
+        assert (len(choices) > 1) is strategy.needs_attention
         if not strategy.needs_attention:
-            assert torch.equal(strategy.select(RepairView([Reused(4, 100)])), strategy.select(view([(4, 100)])))
+            unasked = RepairView([Reused(*span) for span in spans])
+            assert strategy.select(unasked).tolist() == selected(strategy, spans)
 
     def test_it_changes_nothing_it_was_shown(self, name: str):
         shown = view(SPANS["apart"])

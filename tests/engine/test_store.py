@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable
+import sys
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -53,6 +54,15 @@ def get(store: Store, wanted: Entry) -> tuple[Entry, Fidelity] | None:
 def holds(store: Store, wanted: Entry) -> bool:
     hit = get(store, wanted)
     return hit is not None and hit[0] is wanted
+
+
+@pytest.fixture
+def restless() -> Iterator[None]:
+    """Threads take turns as often as the interpreter lets them."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(interval)
 
 
 class StoreContract:
@@ -352,7 +362,7 @@ class StoreContract:
         assert store.stats().used_bytes == sum(one.num_bytes for one in found.values())
         assert store.stats().num_warmed == sum(one.warmed for one in found.values())
 
-    def test_from_many_threads_nothing_is_mixed_up_or_lost(self):
+    def test_from_many_threads_nothing_is_mixed_up_or_lost(self, restless: None):
         store = self.make(max_bytes=1500)
         tried: list[Entry] = []
 
