@@ -3,11 +3,12 @@
     python benchmarks/quality.py --data PATH --questions 20
 
 Protocol: a document is its title line (if any) and its text, stripped; blank lines between documents stay outside
-their chunks. Each question gets its first ``--docs`` passages in an order shuffled by a fixed seed. Full prefill generates ``--tokens`` tokens greedily, not stopped at the end token; every row is fed the same
-prompt ids and those tokens (teacher forcing). KL is KL(full || row) in nats, mean per token. Each row is compared with
-"alone, rotated, none" of the same run: encoded with nothing in front, keys rotated to their place, nothing repaired.
-Intervals are 95 % bootstrap intervals of the ratio of means, resampling questions. ``work`` is the share of the
-prompt's tokens computed at question time. ``joined`` tokenises the whole prompt as one text: the natural floor.
+their chunks. Each question gets its first ``--docs`` passages in an order shuffled by a fixed seed. Full prefill
+generates ``--tokens`` tokens greedily, not stopped at the end token; every row is fed the same prompt ids and those
+tokens (teacher forcing). KL is KL(full || row) in nats, mean per token. Each row is compared with "alone, rotated,
+none" of the same run: encoded with nothing in front, keys rotated to their place, nothing repaired. Intervals are 95 %
+bootstrap intervals of the ratio of means, resampling questions. ``work`` is the share of the prompt's tokens computed
+at question time. ``joined`` tokenises the whole prompt as one text: the natural floor.
 """
 
 from __future__ import annotations

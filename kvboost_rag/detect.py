@@ -10,6 +10,7 @@ and longer beginnings; a near-duplicate never matches, since the last word is al
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from dataclasses import dataclass, field
 
 ANCHOR_LENGTHS = (32, 8)  # characters; the short one for short documents of dense scripts
@@ -18,40 +19,56 @@ BUCKET_SIZE = 8
 
 @dataclass
 class _Node:
-    """Texts that share their first ``length`` characters: a short list, or, once crowded, nodes of twice the length."""
+    """Texts that share their first ``length`` characters.
+
+    A short list, told apart by their lengths; once crowded, the longer ones move to nodes of twice the length.
+    """
 
     length: int
     texts: set[str] = field(default_factory=set)
+    sizes: Counter[int] = field(default_factory=Counter)  # how many of ``texts`` have each length
     children: dict[str, _Node] = field(default_factory=dict)
 
     def add(self, text: str) -> None:
         deeper = 2 * self.length
         if self.children and len(text) >= deeper:
             self._child(text[:deeper]).add(text)
-            return
-        self.texts.add(text)
-        if not self.children and len(self.texts) > BUCKET_SIZE:
-            crowd = [t for t in self.texts if len(t) >= deeper]
-            self.texts.difference_update(crowd)
-            for moved in crowd:
-                self._child(moved[:deeper]).add(moved)
+        elif text not in self.texts:
+            self.texts.add(text)
+            self.sizes[len(text)] += 1
+            if not self.children and len(self.texts) > BUCKET_SIZE:
+                for crowd in [t for t in self.texts if len(t) >= deeper]:
+                    self._remove(crowd)
+                    self._child(crowd[:deeper]).add(crowd)
 
     def _child(self, beginning: str) -> _Node:
         return self.children.setdefault(beginning, _Node(len(beginning)))
 
+    def _remove(self, text: str) -> None:
+        self.texts.remove(text)
+        self.sizes[len(text)] -= 1
+        if not self.sizes[len(text)]:
+            del self.sizes[len(text)]
+
     def discard(self, text: str) -> None:
-        self.texts.discard(text)
+        if text in self.texts:
+            self._remove(text)
+            return
         child = self.children.get(text[: 2 * self.length])
         if child is not None:
             child.discard(text)
-            if not child.texts and not child.children:
+            if child.is_empty:
                 del self.children[text[: 2 * self.length]]
 
-    def longest(self, prompt: str, at: int) -> int:
-        """Length of the longest filed text that stands at ``at``, or 0."""
+    @property
+    def is_empty(self) -> bool:
+        return not self.texts and not self.children
+
+    def lengths(self, prompt: str, at: int) -> list[int]:
+        """Lengths of all filed texts that stand at ``at``."""
+        found = [size for size in self.sizes if prompt[at : at + size] in self.texts]
         child = self.children.get(prompt[at : at + 2 * self.length])
-        deeper = child.longest(prompt, at) if child is not None else 0
-        return max(deeper, max((len(t) for t in self.texts if prompt.startswith(t, at)), default=0))
+        return found + child.lengths(prompt, at) if child is not None else found
 
 
 class DocumentIndex:
@@ -78,7 +95,7 @@ class DocumentIndex:
                 node = self._anchors[length].get(text[:length])
                 if node is not None:
                     node.discard(text)
-                    if not node.texts and not node.children:
+                    if node.is_empty:
                         del self._anchors[length][text[:length]]
 
     def clear(self) -> None:
@@ -97,7 +114,8 @@ class DocumentIndex:
                 for length, anchors in self._anchors.items()
                 if anchors
                 for at in range(len(prompt) - length + 1)
-                if (node := anchors.get(prompt[at : at + length])) is not None and (size := node.longest(prompt, at))
+                if (node := anchors.get(prompt[at : at + length])) is not None
+                for size in node.lengths(prompt, at)
             ]
         chosen: list[tuple[int, int]] = []
         for start, end in sorted(matches, key=lambda m: (m[0] - m[1], m[0])):

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from difflib import get_close_matches
+from typing import Any
 
 
 class KVBoostError(Exception):
@@ -50,6 +51,10 @@ class PromptTooLongError(KVBoostError, ValueError):
         self.num_prompt_tokens = num_prompt_tokens
         self.max_new_tokens = max_new_tokens
         self.context_tokens = context_tokens
+        self._what = what
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.num_prompt_tokens, self.max_new_tokens, self.context_tokens, self._what)
 
 
 class ClosedEngineError(KVBoostError, RuntimeError):

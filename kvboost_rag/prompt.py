@@ -14,7 +14,6 @@ from typing import Any, Literal
 from kvboost_rag.errors import OptionError
 
 Kind = Literal["template", "text", "document"]
-Content = "str | Sequence[Piece]"
 
 INSTRUCTION = "Answer the question using only the passages below.\n\n"
 SEPARATOR = "\n\n"
@@ -100,15 +99,15 @@ class ChatFormat:
     """A tokenizer's chat template, applied so that contents stay pieces of their own.
 
     The template is rendered around place holders, which are then replaced by the contents: what the template wrote is
-    trusted, what the contents say is not. Where a template looks into the contents (trims them, drops old reasoning),
-    the contents are put through it once more and the outcome of both ways has to agree.
+    trusted, what the contents say is not. Templates also look into contents (trim them, drop old reasoning), so each
+    content is put through the template once by itself, and its pieces are cut down to what came out.
     """
 
     def __init__(self, tokenizer: Any):
         self._tokenizer = tokenizer
         self.has_template = bool(getattr(tokenizer, "chat_template", None))
 
-    def render(self, messages: Sequence[Mapping[str, Any]], continue_last: bool = False) -> Prompt:
+    def render(self, messages: Sequence[Mapping[str, Any]]) -> Prompt:
         """The prompt of a chat, ready for the assistant's turn.
 
         ``messages``: mappings with ``role`` and ``content``, a string or a sequence of Pieces (or of content blocks
@@ -122,37 +121,93 @@ class ChatFormat:
             return _plain_chat(turns)
         try:
             return self._render(turns)
+        except Exception as error:  # whatever a template raises
+            folded = _system_folded(turns)
+            if folded is None:
+                raise _refused(error) from error
+        try:
+            return self._render(folded)
         except Exception as error:
-            if turns[0][0] != "system" or len(turns) < 2:
-                raise OptionError(f"the model's chat template refuses these messages: {error}") from error
-            (_, system), (role, first), *rest = turns
-            return self._render(_merged([(role, [*system, Piece(SEPARATOR), *first]), *rest]))
+            raise _refused(error) from error
 
-    def _render(self, turns: list[tuple[str, list[Piece]]]) -> Prompt:
-        marks = [f"\ue000{index}\ue001" for index in range(len(turns))]
-        rendered = self._apply([(role, mark) for (role, _), mark in zip(turns, marks, strict=True)])
-        trims = f" {marks[0]} " not in self._apply(
-            [
-                (turns[0][0], f" {marks[0]} "),
-                *((r, m) for (r, _), m in zip(turns[1:], marks[1:], strict=True)),
-            ]
-        )
+    def _render(self, turns: list[Turn]) -> Prompt:
+        texts = ["".join(piece.text for piece in content) for _, content in turns]
+        marks = _marks(texts)
+        roles = [role for role, _ in turns]
+        rendered = self._apply(roles, marks)
+        places = [rendered.find(mark) for mark in marks]
+        if places != sorted(places) or any(rendered.count(mark) != 1 for mark in marks):
+            raise ValueError("it drops, repeats or reorders messages, so their parts cannot be told apart")
         pieces: list[Piece] = []
-        for mark, (_, content) in zip(marks, turns, strict=True):
-            before, found, rendered = rendered.partition(mark)
-            if not found:
-                raise OptionError("the model's chat template drops or reorders messages; send a plain string instead")
-            pieces += [Piece(before, "template"), *(_stripped(content) if trims else content)]
-        pieces.append(Piece(rendered, "template"))
+        at = 0
+        for index, (mark, place) in enumerate(zip(marks, places, strict=True)):
+            alone = self._apply(roles, [*marks[:index], texts[index], *marks[index + 1 :]])
+            content = _as_rendered(turns[index][1], texts[index], rendered, place, place + len(mark), alone)
+            pieces += [Piece(rendered[at:place], "template"), *content]
+            at = place + len(mark)
+        pieces.append(Piece(rendered[at:], "template"))
         return Prompt(tuple(piece for piece in pieces if piece.text))
 
-    def _apply(self, messages: list[tuple[str, str]]) -> str:
+    def _apply(self, roles: Sequence[str], contents: Sequence[str]) -> str:
         text: str = self._tokenizer.apply_chat_template(
-            [{"role": role, "content": content} for role, content in messages],
+            [{"role": role, "content": content} for role, content in zip(roles, contents, strict=True)],
             tokenize=False,
-            add_generation_prompt=messages[-1][0] != "assistant",
+            add_generation_prompt=roles[-1] != "assistant",
         )
         return text
+
+
+Turn = tuple[str, list[Piece]]
+
+
+def _marks(texts: Sequence[str]) -> list[str]:
+    """A place holder for each text, none of which occurs in any of them."""
+    salt = 0
+    while any(f"\ue000{salt}." in text for text in texts):
+        salt += 1
+    return [f"\ue000{salt}.{index}\ue001" for index in range(len(texts))]
+
+
+def _as_rendered(content: list[Piece], text: str, rendered: str, start: int, end: int, alone: str) -> list[Piece]:
+    """``content`` cut down to what the template leaves of it.
+
+    ``rendered`` holds the place holder at [start, end); ``alone`` is the same with the real ``text`` in its place.
+    """
+    head, tail = rendered[:start], rendered[end:]
+    if len(alone) < len(head) + len(tail) or not alone.startswith(head) or not alone.endswith(tail):
+        return content  # the template wrote something else around it: keep what was said
+    left = alone[len(head) : len(alone) - len(tail)]
+    at = text.find(left)
+    if at < 0:
+        return [Piece(left)]
+    return _slice(content, at, at + len(left))
+
+
+def _slice(content: list[Piece], start: int, end: int) -> list[Piece]:
+    """The pieces' characters [start, end)."""
+    kept, position = [], 0
+    for piece in content:
+        part = piece.text[max(0, start - position) : max(0, end - position)]
+        kept.append(Piece(part, piece.kind))
+        position += len(piece.text)
+    return [piece for piece in kept if piece.text]
+
+
+def _system_folded(turns: list[Turn]) -> list[Turn] | None:
+    """The system message in front of the first user message, for templates without that role; None if it cannot be."""
+    if turns[0][0] != "system":
+        return None
+    _, system = turns[0]
+    rest = list(turns[1:])
+    at = next((i for i, (role, _) in enumerate(rest) if role == "user"), None)
+    if at is None:
+        return None
+    rest[at] = ("user", [*system, Piece(SEPARATOR), *rest[at][1]])
+    return _merged(rest)
+
+
+def _refused(error: Exception) -> OptionError:
+    return OptionError(f"the model's chat template refuses these messages: {error}; send a plain string instead")
 
 
 def _role(message: Mapping[str, Any]) -> str:
@@ -183,9 +238,9 @@ def _block(block: object) -> Piece:
     )
 
 
-def _merged(turns: list[tuple[str, list[Piece]]]) -> list[tuple[str, list[Piece]]]:
+def _merged(turns: list[Turn]) -> list[Turn]:
     """Neighbours of the same role become one turn: templates insist on alternation."""
-    merged: list[tuple[str, list[Piece]]] = []
+    merged: list[Turn] = []
     for role, content in turns:
         if merged and merged[-1][0] == role:
             merged[-1] = (role, [*merged[-1][1], Piece(SEPARATOR), *content])
@@ -194,20 +249,7 @@ def _merged(turns: list[tuple[str, list[Piece]]]) -> list[tuple[str, list[Piece]
     return merged
 
 
-def _stripped(content: list[Piece]) -> list[Piece]:
-    """``content`` without white space at its two ends, as a template that trims would leave it."""
-    kept = list(content)
-    while kept and not kept[0].text.lstrip():
-        kept.pop(0)
-    while kept and not kept[-1].text.rstrip():
-        kept.pop()
-    if kept:
-        kept[0] = Piece(kept[0].text.lstrip(), kept[0].kind)
-        kept[-1] = Piece(kept[-1].text.rstrip(), kept[-1].kind)
-    return kept
-
-
-def _plain_chat(turns: list[tuple[str, list[Piece]]]) -> Prompt:
+def _plain_chat(turns: list[Turn]) -> Prompt:
     """A chat for a base model that has no template."""
     pieces: list[Piece] = []
     for role, content in turns:

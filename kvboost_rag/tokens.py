@@ -28,6 +28,7 @@ class Tokens:
             serialized = backend.to_str()
             self._trusted, self._plain = _copy(serialized), _copy(serialized)
             self._plain.encode_special_tokens = True
+            serialized = self._trusted.to_str()  # without what someone else has set on the tokenizer
         else:
             serialized = f"{type(tokenizer).__name__} {sorted(tokenizer.get_vocab().items())}"
         self._lock = threading.Lock()
@@ -69,8 +70,12 @@ class Tokens:
     def _opening_ids(self) -> tuple[int, ...]:
         """What this tokenizer puts in front of every text: a BOS, or nothing."""
         probe = "a"
-        plain = self.tokenizer(probe, add_special_tokens=False).input_ids
-        full = self.tokenizer(probe).input_ids
+        if self._trusted is not None:
+            plain = self._trusted.encode(probe, add_special_tokens=False).ids
+            full = self._trusted.encode(probe).ids
+        else:
+            plain = self.tokenizer(probe, add_special_tokens=False).input_ids
+            full = self.tokenizer(probe).input_ids
         at = next((i for i in range(len(full)) if full[i : i + len(plain)] == plain), 0)
         return tuple(full[:at])
 

@@ -1,6 +1,6 @@
 """Run the notebooks and keep their outputs: what `make notebooks` does.
 
-    python notebooks/execute.py [NAME ...]
+python notebooks/execute.py [NAME ...]
 """
 
 from __future__ import annotations

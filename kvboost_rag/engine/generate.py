@@ -73,7 +73,8 @@ class GenerationOptions:
 def _check(value: Any, option: str, kind: Any, low: float, high: float | None, choices: str) -> None:
     if value is None and choices.endswith("None"):
         return
-    if isinstance(value, bool) or not isinstance(value, kind) or value < low or (high is not None and value > high):
+    fits = isinstance(value, kind) and not isinstance(value, bool) and value >= low  # not so for NaN
+    if not fits or (high is not None and not value <= high):
         raise OptionError.bad_value(option, value, choices)
 
 
@@ -101,7 +102,8 @@ class TextAssembler:
         text = self._decode(self._ids[self._prefix_at :])
         if text.endswith("\N{REPLACEMENT CHARACTER}"):
             return ""
-        self._prefix_at, self._read_at = self._read_at, len(self._ids)
+        if len(text) > len(prefix):  # a token without text (a special one) must stay in front of the next
+            self._prefix_at, self._read_at = self._read_at, len(self._ids)
         return self._release(text[len(prefix) :])
 
     def finish(self) -> str:

@@ -28,7 +28,7 @@ class MemoryStore(Store):
         self.max_warmed_bytes = int(max_bytes * warmed_share)
         self._lock = threading.RLock()
         self._exact: dict[bytes, Entry] = {}
-        self._content: dict[bytes, Entry] = {}
+        self._content: dict[bytes, list[Entry]] = {}
         self._recency: OrderedDict[int, Entry] = OrderedDict()  # id(entry) -> entry, oldest use first
         self._used = {True: 0, False: 0}  # bytes by `warmed`
         self._num_hits = self._num_misses = self._num_mismatches = 0
@@ -37,7 +37,7 @@ class MemoryStore(Store):
         with self._lock:
             for entry, fidelity in (
                 (self._exact.get(keys.prefix), Fidelity.EXACT),
-                (self._content.get(keys.content), Fidelity.APPROXIMATE),
+                (self._best(keys.content), Fidelity.APPROXIMATE),
             ):
                 if entry is None:
                     continue
@@ -53,7 +53,12 @@ class MemoryStore(Store):
 
     def peek(self, content: bytes) -> Entry | None:
         with self._lock:
-            return self._content.get(content)
+            return self._best(content)
+
+    def _best(self, content: bytes) -> Entry | None:
+        """Of several entries of one content, the one made to be reused anywhere."""
+        entries = self._content.get(content, ())
+        return max(entries, key=lambda e: (e.warmed, not e.exact), default=None)
 
     def put(self, entry: Entry) -> Put:
         with self._lock:
@@ -73,12 +78,15 @@ class MemoryStore(Store):
             return Put(stored=True, evicted=tuple(victims))
 
     def _replaced_by(self, entry: Entry) -> list[Entry]:
-        same_prefix = self._exact.get(entry.keys.prefix) if entry.exact else None
-        same_content = self._content.get(entry.keys.content)
-        if same_content is not None and (_is_exact_by_product(entry) or _is_exact_by_product(same_content)):
-            same_content = None  # an exact by-product (a header, a primer) stands beside the content's own entry
-        unique = {id(old): old for old in (same_prefix, same_content) if old is not None}
-        return list(unique.values())
+        """Entries that ``entry`` stands for from now on.
+
+        An exact by-product (a header, a primer) replaces only its like: behind another prefix, or as a document, the
+        same content is another entry.
+        """
+        found = [self._exact[entry.keys.prefix]] if entry.exact and entry.keys.prefix in self._exact else []
+        if not _is_exact_by_product(entry):
+            found += [old for old in self._content.get(entry.keys.content, ()) if not _is_exact_by_product(old)]
+        return list({id(old): old for old in found}.values())
 
     def _victims(self, entry: Entry) -> list[Entry] | None:
         """What must go so that ``entry`` fits, or None if it cannot."""
@@ -106,21 +114,24 @@ class MemoryStore(Store):
     def _index(self, entry: Entry) -> None:
         if entry.exact:
             self._exact[entry.keys.prefix] = entry
-        if entry.warmed or entry.keys.content not in self._content:
-            self._content[entry.keys.content] = entry
+        self._content.setdefault(entry.keys.content, []).append(entry)
         self._recency[id(entry)] = entry
         self._used[entry.warmed] += entry.num_bytes
 
     def _drop(self, entry: Entry) -> None:
-        for index, key in ((self._exact, entry.keys.prefix), (self._content, entry.keys.content)):
-            if index.get(key) is entry:
-                del index[key]
+        if self._exact.get(entry.keys.prefix) is entry:
+            del self._exact[entry.keys.prefix]
+        others = [old for old in self._content[entry.keys.content] if old is not entry]
+        if others:
+            self._content[entry.keys.content] = others
+        else:
+            del self._content[entry.keys.content]
         del self._recency[id(entry)]
         self._used[entry.warmed] -= entry.num_bytes
 
     def remove(self, content: bytes) -> int:
         with self._lock:
-            gone = [entry for entry in self._recency.values() if entry.keys.content == content]
+            gone = list(self._content.get(content, ()))
             for entry in gone:
                 self._drop(entry)
             return len(gone)
