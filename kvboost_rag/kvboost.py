@@ -135,8 +135,8 @@ class KVBoost:
         """Read documents once, so that prompts find them already read (the paper's ``warm``).
 
         ``primer``: what stands in front while a document is read: ``"auto"`` (about 320 tokens of another document),
-        ``"bundled"``, any text, or None. ``header``: the system text the prompts will have; without it a plain chat
-        opening is used. A document read straight behind its header (``primer=None``) is exact whenever it comes first.
+        ``"bundled"``, any text, or None. ``header``: the system text the prompts will have, if it is known; documents
+        are read behind the opening that ``prompt(system=header)`` writes. A document read straight behind its header (``primer=None``) is exact whenever it comes first.
         ``pinned`` documents are never evicted. Documents already warm are left as they are.
 
         Raises TypeError on a document that is no string, OptionError, PromptTooLongError; all before any work.
@@ -153,12 +153,9 @@ class KVBoost:
         return report
 
     def _opening(self, header: str | None) -> list[Segment]:
-        """The chat opening documents are read behind: as a prompt's, up to its first document."""
-        if header is None:
-            turn = self.chat_format.render([{"role": "user", "content": [Piece("x", "document")]}])
-        else:
-            turn = rag(self.chat_format, ["x"], system=header)
-        return self._segments(Prompt(turn.header(), turn.opening), detect=False)
+        """What documents are read behind: a prompt's beginning up to its first document."""
+        prompt = rag(self.chat_format, ["x"], system=header)
+        return self._segments(Prompt(prompt.header(), prompt.opening), detect=False)
 
     def is_warm(self, text: str) -> bool:
         """Whether the KV of this document is there now."""

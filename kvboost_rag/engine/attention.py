@@ -18,7 +18,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -31,26 +31,29 @@ BLOCK_QUERIES = 64
 _PREFIX = "kvboost_"
 
 
-@dataclass
 class Capture:
-    """Collects how much attention the queries from row ``first_query`` on pay to each key.
+    """Collects how much the queries from row ``first_query`` on look at each key.
 
-    ``first_layer``: layers before it are not counted. ``scores`` (num_keys,) float32: attention probability summed
-    over heads, those queries and the counted layers.
+    What counts of a layer is the largest probability that any head of any such query gives a key. Sums over heads and
+    queries were measured to be worse: they favour tokens that everything rests on a little over those that one head
+    reads (KL 0.56 against 0.52 of no repair's, 12 questions).
     """
 
-    num_keys: int
-    first_query: int = 0
-    first_layer: int = 0
-    scores: torch.Tensor = field(init=False)
+    def __init__(self, num_keys: int, first_query: int = 0):
+        self.first_query = first_query
+        self._num_keys = num_keys
+        self._by_layer: dict[int, torch.Tensor] = {}
 
-    def __post_init__(self) -> None:
-        self.scores = torch.zeros(self.num_keys, dtype=torch.float32)
-
-    def add(self, probabilities: torch.Tensor) -> None:
+    def add(self, layer: int, probabilities: torch.Tensor) -> None:
         """``probabilities``: (kv_heads, group, counted queries, keys) float32, keys a prefix of all keys."""
-        summed = probabilities.sum(dim=(0, 1, 2))
-        self.scores[: summed.shape[0]] += summed.to(self.scores.device)
+        largest = probabilities.amax(dim=(0, 1, 2)).cpu()
+        seen = self._by_layer.setdefault(layer, torch.zeros(self._num_keys))[: largest.shape[0]]
+        torch.maximum(seen, largest, out=seen)
+
+    @property
+    def scores(self) -> torch.Tensor:
+        """(num_keys,) float32: the largest probability of each layer, summed over layers."""
+        return torch.stack(list(self._by_layer.values())).sum(dim=0)
 
 
 @dataclass(frozen=True)
@@ -122,7 +125,7 @@ def block_attention(
         rows = grouped[:, :, block.first : block.last]
         keys, values = key[0, :, : block.num_keys], value[0, :, : block.num_keys]
         capture = plan.capture
-        if capture is None or layer < capture.first_layer or block.last <= capture.first_query:
+        if capture is None or block.last <= capture.first_query:
             result = F.scaled_dot_product_attention(
                 rows,
                 keys[:, None].expand(-1, group, -1, -1),  # views: grouped heads share their keys
@@ -132,7 +135,7 @@ def block_attention(
             )
         else:
             result, probabilities = _by_hand(rows, keys, values, block.mask, scaling)
-            capture.add(probabilities[:, :, max(0, capture.first_query - block.first) :])
+            capture.add(layer, probabilities[:, :, max(0, capture.first_query - block.first) :])
         out[block.first : block.last] = result.permute(2, 0, 1, 3)
     return out.view(1, num_queries, num_heads, -1)
 

@@ -110,8 +110,7 @@ class Engine:
         num_opening = int((live == torch.arange(len(live))).sum())
         if num_opening:
             fused_forward(self.model, assembled.ids, live[:num_opening], cache)
-        first_layer = self.model.num_layers // 3
-        attention = scout(self.model, assembled.ids, live[num_opening:], cache, first_layer)
+        attention = scout(self.model, assembled.ids, live[num_opening:], cache)
         return repair.select(RepairView(spans, attention)), num_opening
 
     def keep(self, prefilled: Prefilled) -> None:

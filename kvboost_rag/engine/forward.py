@@ -43,12 +43,12 @@ def fused_forward(
         return model.forward(ids.to(model.device)[positions], cache, positions, mask, plan, num_logits)
 
 
-def scout(model: Model, ids: torch.Tensor, live: torch.Tensor, cache: SlotCache, first_layer: int) -> torch.Tensor:
+def scout(model: Model, ids: torch.Tensor, live: torch.Tensor, cache: SlotCache) -> torch.Tensor:
     """How much the question attends to each position of the prompt, (num_tokens,) float32.
 
     The question is the last run of ``live`` positions (ascending). It is run over what ``cache`` holds together with
     the other live tokens; but where whole documents are missing, only the last SCOUT_TOKENS live ones are run and the
-    rest is hidden. Probabilities are summed over heads, the question's tokens and the layers from ``first_layer`` on.
+    rest is hidden. See ``Capture`` for what is counted.
     """
     num_tokens = ids.shape[0]
     rows = live[-SCOUT_TOKENS:]
@@ -58,6 +58,6 @@ def scout(model: Model, ids: torch.Tensor, live: torch.Tensor, cache: SlotCache,
     hidden[live] = True
     hidden[rows] = False
     cache.zero_slots(hidden.nonzero()[:, 0])  # a probability of zero times a NaN left in memory is a NaN
-    capture = Capture(num_tokens, first_query=question, first_layer=first_layer)
+    capture = Capture(num_tokens, first_query=question)
     fused_forward(model, ids, rows, cache, hidden=hidden.to(model.device), capture=capture)
     return capture.scores

@@ -31,8 +31,8 @@ class Reused:
 class RepairView:
     """All a strategy may look at.
 
-    ``attention``: (num_prompt_tokens,) float32, how much the question attends to each position (probability summed
-    over heads, queries and layers); None unless the strategy declares ``needs_attention``.
+    ``attention``: (num_prompt_tokens,) float32, how much the question attends to each position (the largest
+    probability of any head and question token, summed over layers); None unless the strategy ``needs_attention``.
     """
 
     spans: Sequence[Reused]
