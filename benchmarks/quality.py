@@ -63,12 +63,12 @@ ROWS = [
     Row(REFERENCE, "alone", NoRepair()),
     Row("alone, last 16 of each (paper)", "alone", BoundaryRepair("end", 16)),
     Row("alone, first 4 of each", "alone", BoundaryRepair("start", 4)),
-    Row("header, none", "header", NoRepair()),
-    Row("header, query 5 %", "header", QueryRepair(0.05)),
+    Row("alone, query 5 %", "alone", QueryRepair(0.05)),
+    Row("shared primer, none", "shared primer", NoRepair()),
+    Row("shared primer, query 5 %", "shared primer", QueryRepair(0.05)),
     Row("primer, none", "primer", NoRepair()),
     Row("primer, first 4 of each", "primer", BoundaryRepair("start", 4)),
     Row("primer, query 5 % (default)", "primer", QueryRepair()),
-    Row("primer, query 5 %, no first tokens", "primer", QueryRepair(0.05, num_first_tokens=0)),
     Row("primer, query 15 %", "primer", QueryRepair(0.15)),
     Row("primer, full", "primer", FullRepair()),
 ]
@@ -109,25 +109,30 @@ def build_prompt(boost: KVBoost, question: Question) -> Prompt:
 
 
 class Encodings:
-    """The same documents warmed in several ways, one engine each over one model."""
+    """The same documents warmed in several ways, one engine each over one model.
 
-    def __init__(self, model: Any, tokenizer: Any, header: Prompt, corpus: list[str]):
-        def engine() -> KVBoost:
-            return KVBoost(model, tokenizer, max_cache_bytes="64GB")
+    ``alone``: nothing in front. ``shared primer``: behind the opening and 320 tokens of one document for all.
+    ``primer``: as ``warm`` does by default, related documents included. The corpus comes in an order shuffled by a
+    fixed seed, so that no document happens to be read behind the one that stands before it in its prompt.
+    """
 
-        self.engines = {name: engine() for name in ("not rotated", "alone", "header", "primer")}
-        still = self.engines["not rotated"].engine.model
-        still.rope = Rope(torch.zeros_like(still.rope.inv_freq))
-        front = self.engines["header"]._segments(Prompt(header.header(), header.opening), detect=False)
-        for name, context in (("not rotated", []), ("alone", []), ("header", front)):
-            self._warm(self.engines[name], context, corpus)
-        self.engines["primer"].warm(corpus, primer="auto")
-
-    @staticmethod
-    def _warm(boost: KVBoost, context: list[Segment], corpus: list[str]) -> None:
-        for text in dict.fromkeys(corpus):
-            with boost.engine.lock:
-                boost.engine.warm(context, Segment(boost.tokens.encode(text), document=True))
+    def __init__(self, model: Any, tokenizer: Any, corpus: list[str], needed: set[str]):
+        texts = list(dict.fromkeys(corpus))
+        random.Random(SEED).shuffle(texts)
+        names = ("alone", "not rotated", "shared primer", "primer")
+        self.engines = {name: KVBoost(model, tokenizer, max_cache_bytes="64GB") for name in names}
+        alone, still = self.engines["alone"], self.engines["not rotated"]
+        for text in texts:
+            with alone.engine.lock:
+                alone.engine.warm([], Segment(alone.tokens.encode(text), document=True))
+        still.engine.store = alone.engine.store
+        still.engine.model.rope = Rope(torch.zeros_like(still.engine.model.rope.inv_freq))
+        if "shared primer" in needed:
+            first, second = sorted(texts, key=lambda text: alone.engine.content_key(alone.tokens.encode(text)))[:2]
+            self.engines["shared primer"].warm([t for t in texts if t != first], primer=first)
+            self.engines["shared primer"].warm(first, primer=second)
+        if "primer" in needed:
+            print(self.engines["primer"].warm(texts, primer="auto"), file=sys.stderr)
 
 
 def greedy(boost: KVBoost, prompt: Prompt, num_tokens: int) -> tuple[list[int], torch.Tensor]:
@@ -216,11 +221,13 @@ def run(arguments: argparse.Namespace, log: Callable[[str], None]) -> dict[str, 
     )
     plain = KVBoost(loaded.model, loaded.tokenizer)
     prompts = [build_prompt(plain, question) for question in questions]
-    log(f"{len(questions)} questions; warming in four ways")
-    encodings = Encodings(loaded.model, loaded.tokenizer, prompts[0], [d for q in questions for d in q.documents])
     rows = [row for row in ROWS if not arguments.rows or any(part in row.name for part in arguments.rows)]
     if not any(row.name == REFERENCE for row in rows):
         rows.insert(0, next(row for row in ROWS if row.name == REFERENCE))
+    encodings_needed = {row.encoding for row in rows}
+    log(f"{len(questions)} questions; warming their documents in {len(encodings_needed)} ways")
+    corpus = [document for question in questions for document in question.documents]
+    encodings = Encodings(loaded.model, loaded.tokenizer, corpus, encodings_needed)
     results: dict[str, list[dict[str, float]]] = {"joined tokenisation, full prefill": []}
     results |= {row.name: [] for row in rows}
     for number, prompt in enumerate(prompts, 1):

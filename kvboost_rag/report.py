@@ -65,7 +65,8 @@ class WarmReport:
     num_evicted: int = 0  # warmed documents that gave way
     num_rejected: int = 0  # documents for which no room could be made
     seconds: float = 0.0
-    primers: list[str] = field(default_factory=list)
+    num_related: int = 0  # documents read behind one they share text with
+    primers: list[str] = field(default_factory=list)  # beginnings of the shared ones used
 
     def __str__(self) -> str:
         rate = f", {self.num_tokens / self.seconds:.0f} tokens/s" if self.num_tokens and self.seconds else ""

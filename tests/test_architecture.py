@@ -22,7 +22,7 @@ RANKS = [
     {"engine.assemble", "engine.forward"},
     {"engine.stitch", "engine.generate"},
     {"engine.engine"},
-    {"tokens", "prompt", "detect", "hub", "report"},
+    {"tokens", "prompt", "detect", "related", "hub", "report"},
     {"stream", "warming"},
     {"kvboost"},
     {"rag"},

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -135,22 +135,26 @@ class Engine:
         return self.store.put(Entry(placement.keys, ids, self.codec.encode(kv), **flags))
 
     def warm(self, context: Sequence[Segment], document: Segment, pinned: bool = False) -> Put:
-        """Run ``document`` behind ``context`` and keep its KV (paper: ``warm``); the context's too, as a by-product.
+        """Run ``document`` behind ``context`` and keep its KV (paper: ``warm``).
 
-        The context's KV is computed once for all documents that share it. The caller holds ``lock``.
+        What is new of the context is kept too, as a by-product: one that many documents share is computed once. A
+        document of the context that is warm already is reused where it stands. The caller holds ``lock``.
         """
         segments = [*context, document]
         self.check_length(total_tokens(segments), 0, "a document (with its primer)")
-        assembled = assemble(segments, self.store, self.model.fingerprint, self.config.chunk_size, "prefix")
+        assembled = assemble(segments, self.store, self.model.fingerprint, self.config.chunk_size)
         *before, target = assembled.placements
+        target = replace(target, fidelity=Fidelity.MISS, entry=None)
+        assembled = replace(assembled, placements=(*before, target))
         cache = self.model.new_cache(assembled.num_tokens)
         stitch(assembled, cache, self.codec, self.model.rope)
-        live = assembled.live_positions()
-        fused_forward(self.model, assembled.ids, live, cache)
+        fused_forward(self.model, assembled.ids, assembled.live_positions(), cache)
+        exact = True
         for placement in before:
-            if placement.entry is None:
+            exact = exact and placement.fidelity is not Fidelity.APPROXIMATE
+            if placement.entry is None and exact:
                 self._put(placement, cache, exact=True)
-        return self._put(target, cache, exact=True, warmed=True, pinned=pinned)
+        return self._put(target, cache, exact=exact, warmed=True, pinned=pinned)
 
     def content_key(self, ids: Sequence[int]) -> bytes:
         return content_hash(ids, self.model.fingerprint)
