@@ -8,7 +8,8 @@ Knows only names and messages; imports nothing of the package.
     ├── ClosedEngineError (RuntimeError)    the engine was closed
     ├── UnsupportedModelError (RuntimeError) the model cannot be served (paper, section 4.8)
     ├── ModelNotFoundError (OSError)        no model at that name or folder
-    └── MissingExtraError (ImportError)     an optional dependency is missing; names the pip command
+    ├── MissingExtraError (ImportError)     an optional dependency is missing; names the pip command
+    └── StreamClosedError (RuntimeError)    a stream was closed before its prompt was computed; never reaches callers
     BudgetWarning (UserWarning)             documents do not fit the byte budget; with the numbers
 """
 
@@ -75,6 +76,10 @@ class MissingExtraError(KVBoostError, ImportError):
     @classmethod
     def of(cls, package: str, extra: str) -> MissingExtraError:
         return cls(f'{package} is needed here and is not installed: pip install "kvboost-rag[{extra}]"')
+
+
+class StreamClosedError(KVBoostError, RuntimeError):
+    """Nobody waits for this prompt any more."""
 
 
 class BudgetWarning(UserWarning):

@@ -9,33 +9,26 @@ import os
 import threading
 import time
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import fields
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
 import torch
 
 from kvboost_rag import hub
-from kvboost_rag.detect import DocumentIndex
-from kvboost_rag.engine.config import EngineConfig, checked, parse_bytes
 from kvboost_rag.engine.engine import Engine, Prefilled
 from kvboost_rag.engine.generate import GenerationOptions, TextAssembler
 from kvboost_rag.engine.model import Model
-from kvboost_rag.engine.repair import Repair, resolve_repair
 from kvboost_rag.engine.store import MemoryStore, StoreStats
-from kvboost_rag.engine.types import Segment
-from kvboost_rag.errors import ClosedEngineError, OptionError
-from kvboost_rag.prompt import ChatFormat, Piece, Prompt, completion, rag
+from kvboost_rag.engine.types import Report, Segment, total_tokens
+from kvboost_rag.errors import ClosedEngineError, OptionError, StreamClosedError
+from kvboost_rag.options import ReuseOptions, call_options, engine_options, reuse_part
+from kvboost_rag.prompt import INSTRUCTION, ChatFormat, Prompt, rag
 from kvboost_rag.report import Estimate, GenerationResult, PrefillResult, WarmReport
+from kvboost_rag.segmenting import PromptLike, Segmenter
 from kvboost_rag.stream import Emit, TextStream, Work
 from kvboost_rag.tokens import Tokens
 from kvboost_rag.warming import Warmer, check_texts
-
-MIN_DETECTED_TOKENS = 32
-
-PromptLike = str | Prompt | Sequence[Mapping[str, Any]]
-_CALL_OPTIONS = ("mode", "repair", "recompute_ratio", "auto_detect")
 
 
 class KVBoost:
@@ -50,21 +43,13 @@ class KVBoost:
         The model is put into evaluation mode and gets a planned attention on top of its own until ``close()``.
         Raises OptionError, UnsupportedModelError.
         """
-        self._defaults = {name: options.pop(name) for name in _CALL_OPTIONS if name in options}
-        self._plan(dict(self._defaults))  # wrong values are refused now, not at the first question
-        if "max_cache_bytes" in options:
-            options["max_cache_bytes"] = parse_bytes(options["max_cache_bytes"])
-        known = [f.name for f in fields(EngineConfig)] + list(_CALL_OPTIONS)
-        for name in options:
-            if name not in known:
-                raise OptionError.unknown(name, known, "KVBoost")
-        config: EngineConfig = checked(EngineConfig, options, "KVBoost")
+        config, self._defaults = engine_options(options)  # wrong values are refused before the model is touched
         self.tokenizer = tokenizer
         self.tokens = Tokens(tokenizer)
         self.chat_format = ChatFormat(tokenizer)
         salt = self.tokens.fingerprint + config.tenant.encode()
         self.engine = Engine(Model(model, salt), MemoryStore(config.max_cache_bytes, config.warmed_share), config)
-        self._index = DocumentIndex()
+        self._segmenter = Segmenter(self.tokens, self.chat_format)
         self._warmer = Warmer(self.engine, self.tokens)
         self._closed = False
         self.store_id = uuid.uuid4().hex  # of this store's contents; a new store is a new id
@@ -149,14 +134,14 @@ class KVBoost:
         report = WarmReport(num_documents=len(given), num_blank=sum(not text for text in given))
         self._warmer.warm(documents, report, self._opening(header), primer, pinned, progress)
         for document in documents:
-            if len(document.ids) >= MIN_DETECTED_TOKENS and self._warmer.is_warm(document):
-                self._index.add(document.text)
+            if self._warmer.is_warm(document):
+                self._segmenter.file(document.text, len(document.ids))
         return report
 
     def _opening(self, header: str | None) -> list[Segment]:
         """What documents are read behind: a prompt's beginning up to its first document."""
         prompt = rag(self.chat_format, ["x"], system=header)
-        return self._segments(Prompt(prompt.header(), prompt.opening), detect=False)
+        return self._segmenter.segments(Prompt(prompt.header(), prompt.opening), detect=False)
 
     def is_warm(self, text: str) -> bool:
         """Whether the KV of this document is there now."""
@@ -167,14 +152,14 @@ class KVBoost:
         """Drop documents from the store. Returns how many were there."""
         num_gone = 0
         for document in self._warmer.documents(check_texts(texts)):
-            self._index.discard(document.text)
+            self._segmenter.index.discard(document.text)
             num_gone += self.engine.store.remove(document.content) > 0
         return num_gone
 
     def clear(self) -> None:
         """Drop everything that is kept."""
         self.engine.store.clear()
-        self._index.clear()
+        self._segmenter.index.clear()
         self._warmer.clear()
 
     def stats(self) -> StoreStats:
@@ -182,49 +167,25 @@ class KVBoost:
 
     # Prompts
 
-    def prompt(self, documents: Sequence[str], question: str = "", system: str | None = None, **options: Any) -> Prompt:
-        """Documents in this order and a question, as a chat prompt. Blank documents are left out."""
-        for name in options:
-            if name != "instruction":
-                raise OptionError.unknown(name, ["documents", "question", "system", "instruction"], "prompt")
-        return rag(self.chat_format, documents, question, system, **options)
+    def prompt(
+        self,
+        documents: Sequence[str],
+        question: str = "",
+        system: str | None = None,
+        instruction: str = INSTRUCTION,
+    ) -> Prompt:
+        """Documents in this order and a question, as a chat prompt. Blank documents are left out.
 
-    def count_tokens(self, prompt: PromptLike) -> int:
-        return sum(len(segment.ids) for segment in self._segments(self._as_prompt(prompt)))
+        ``system``: the system message, or the template's own; ``instruction``: what stands before the documents.
+        """
+        return rag(self.chat_format, documents, question, system, instruction)
 
     def segments(self, prompt: PromptLike) -> list[Segment]:
         """The token segments the engine will see, warmed documents found."""
-        return self._segments(self._as_prompt(prompt))
+        return self._segmenter.segments(prompt)
 
-    def _as_prompt(self, prompt: PromptLike) -> Prompt:
-        if isinstance(prompt, Prompt):
-            return prompt
-        if isinstance(prompt, str):
-            return completion(prompt)
-        if isinstance(prompt, list | tuple):
-            return self.chat_format.render(prompt)
-        raise TypeError(f"a prompt is a string, a list of chat messages or a Prompt, not {type(prompt).__name__}")
-
-    def _segments(self, prompt: Prompt, detect: bool = True) -> list[Segment]:
-        segments = []
-        if prompt.opening and not (prompt.pieces and self.tokens.starts_with_opening(prompt.pieces[0].text)):
-            segments.append(Segment(self.tokens.opening_ids))
-        for piece in prompt.pieces:
-            for part in self._detected(piece) if detect else (piece,):
-                encode = self.tokens.encode_template if part.kind == "template" else self.tokens.encode
-                segments.append(Segment(encode(part.text), document=part.kind == "document"))
-        return segments
-
-    def _detected(self, piece: Piece) -> list[Piece]:
-        """``piece`` cut around the warmed documents that stand in it."""
-        if piece.kind == "document":
-            return [piece]
-        parts, at = [], 0
-        for start, end in self._index.find(piece.text):
-            parts += [Piece(piece.text[at:start], piece.kind), Piece(piece.text[start:end], "document")]
-            at = end
-        parts.append(Piece(piece.text[at:], piece.kind))
-        return [part for part in parts if part.text]
+    def count_tokens(self, prompt: PromptLike) -> int:
+        return total_tokens(self.segments(prompt))
 
     # Questions
 
@@ -247,20 +208,19 @@ class KVBoost:
         """Check everything now; return the function that does the work."""
         started = time.perf_counter()
         self._check_open()
-        call = {name: options.pop(name) for name in _CALL_OPTIONS if name in options}
-        known = [f.name for f in fields(GenerationOptions)] + list(_CALL_OPTIONS)
-        for name in options:
-            if name not in known:
-                raise OptionError.unknown(name, known, "generate")
-        decoding: GenerationOptions = checked(GenerationOptions, options, "generate")
-        repair, mode, detect = self._plan(call)
-        segments = self._segments(self._as_prompt(prompt), detect)
-        self.engine.check_length(sum(len(s.ids) for s in segments), decoding.max_new_tokens)
+        decoding, reuse = call_options(options, self._defaults, "generate")
+        segments = self._segmenter.segments(prompt, reuse.auto_detect)
+        self.engine.check_length(total_tokens(segments), decoding.max_new_tokens)
 
         def work(emit: Emit, cancelled: threading.Event) -> GenerationResult:
             with self.engine.lock:
-                prefilled = self.engine.prefill(segments, repair, mode, decoding.max_new_tokens)
-                return self._decode(prefilled, decoding, emit, cancelled, started)
+                try:
+                    prefilled = self.engine.prefill(
+                        segments, reuse.strategy, reuse.mode, decoding.max_new_tokens, cancelled.is_set
+                    )
+                except StreamClosedError:
+                    return GenerationResult("", "cancelled", Report(num_prompt_tokens=total_tokens(segments)))
+                return self._decode(prefilled, decoding, emit, cancelled.is_set, started)
 
         return work
 
@@ -269,7 +229,7 @@ class KVBoost:
         prefilled: Prefilled,
         decoding: GenerationOptions,
         emit: Emit,
-        cancelled: threading.Event,
+        cancelled: Callable[[], bool],
         started: float,
     ) -> GenerationResult:
         assembler = TextAssembler(self.tokens.decode, decoding.stops)
@@ -285,14 +245,14 @@ class KVBoost:
             if not report.ttft_seconds:
                 report.ttft_seconds = time.perf_counter() - started
             give(assembler.push(new))
-            return assembler.stopped or cancelled.is_set()
+            return assembler.stopped or cancelled()
 
         reason = self.engine.generate(prefilled, decoding, on_tokens)
         give(assembler.finish())
         self.engine.keep(prefilled)
         if assembler.stopped:
             reason = "stop"
-        elif cancelled.is_set():
+        elif cancelled():
             reason = "cancelled"
         return GenerationResult("".join(pieces), reason, report)
 
@@ -318,28 +278,13 @@ class KVBoost:
     def _prefill(self, prompt: PromptLike, options: dict[str, Any], where: str, room: int = 0) -> Prefilled:
         started = time.perf_counter()
         self._check_open()
-        for name in options:
-            if name not in _CALL_OPTIONS:
-                raise OptionError.unknown(name, _CALL_OPTIONS, where)
-        repair, mode, detect = self._plan(options)
-        segments = self._segments(self._as_prompt(prompt), detect)
+        reuse: ReuseOptions = self._defaults.override(reuse_part(dict(options), where))
+        segments = self._segmenter.segments(prompt, reuse.auto_detect)
         with self.engine.lock:
-            prefilled = self.engine.prefill(segments, repair, mode, room)
+            prefilled = self.engine.prefill(segments, reuse.strategy, reuse.mode, room)
             prefilled.report.ttft_seconds = time.perf_counter() - started
             self.engine.keep(prefilled)
         return prefilled
-
-    def _plan(self, call: Mapping[str, Any]) -> tuple[Repair, str, bool]:
-        """Repair, mode and detection of a call: its own options over the engine's. Raises OptionError."""
-        ratio = call.get("recompute_ratio", None if "repair" in call else self._defaults.get("recompute_ratio"))
-        repair = resolve_repair(call.get("repair", self._defaults.get("repair", "query")), ratio)
-        mode = call.get("mode", self._defaults.get("mode", "reuse"))
-        if mode not in ("baseline", "prefix", "reuse"):
-            raise OptionError.bad_value("mode", mode, "'baseline', 'prefix' or 'reuse'")
-        detect = call.get("auto_detect", self._defaults.get("auto_detect", True))
-        if not isinstance(detect, bool):
-            raise OptionError.bad_value("auto_detect", detect, "True or False")
-        return repair, mode, detect
 
     # Life
 

@@ -23,7 +23,7 @@ RANKS = [
     {"engine.stitch", "engine.generate"},
     {"engine.engine"},
     {"tokens", "prompt", "detect", "related", "hub", "report"},
-    {"stream", "warming"},
+    {"stream", "warming", "options", "segmenting"},
     {"kvboost"},
     {"rag"},
     {"demo"},

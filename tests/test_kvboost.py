@@ -99,6 +99,28 @@ def test_a_single_document_is_primed_by_the_bundled_text(boost: KVBoost) -> None
     assert primer.startswith("A public library")
 
 
+def test_a_related_document_primes_the_next_one_without_being_computed_again(boost: KVBoost) -> None:
+    text = document(60, words=60)
+    chunks = [text[:420], text[300:720], "".join(chr(33 + (i * i * 7 + i) % 90) for i in range(300))]
+    first = boost.warm(chunks[0], progress=False)
+    with ForwardCounter(boost.engine.model.module) as counter:
+        second = boost.warm(chunks[1:], progress=False)
+    assert (first.num_related, second.num_related) == (0, 1)
+    separator, own = len(boost.tokens.encode("\n\n")), len(boost.tokens.encode(chunks[1]))
+    assert counter.rows[0] == separator + own
+    prompt = boost.prompt(documents=chunks, question="which?")
+    full = boost.prefill(prompt, repair="full")
+    assert full.report.num_document_hits == 3
+    torch.testing.assert_close(full.logits, boost.prefill(prompt, mode="baseline").logits, atol=1e-4, rtol=0)
+
+
+def test_a_document_read_behind_reused_kv_is_never_exact(boost: KVBoost) -> None:
+    text = document(62, words=60)
+    boost.warm([text[:420], text[300:720]], progress=False)
+    entry = boost.engine.store.peek(boost.engine.content_key(boost.tokens.encode(text[300:720])))
+    assert not entry.exact
+
+
 def test_a_header_without_primer_makes_the_first_document_exact(boost: KVBoost) -> None:
     boost.warm(DOCUMENTS, header="Be brief.", primer=None, progress=False)
     report = boost.prefill(boost.prompt(DOCUMENTS[:2], "which?", system="Be brief.")).report
@@ -247,7 +269,7 @@ def test_the_end_token_ends_the_text(boost: KVBoost, monkeypatch: pytest.MonkeyP
     free = boost.generate("some text", max_new_tokens=12)
     ids = boost.tokens.encode_template("some text")
     with boost.engine.lock:
-        prefilled = boost.engine.prefill(boost.segments("some text"), boost._plan({})[0])
+        prefilled = boost.engine.prefill(boost.segments("some text"), boost._defaults.strategy)
     third = None
     seen: list[int] = []
     with boost.engine.lock:
@@ -336,6 +358,19 @@ def test_a_stream_gives_the_generated_text_and_frees_the_engine_when_closed(warm
     with warm_boost.stream(prompt, max_new_tokens=500) as early:
         next(early)
     assert warm_boost.generate(prompt, max_new_tokens=30).text == whole.text
+
+
+def test_a_stream_closed_before_its_prompt_is_computed_keeps_nothing_and_frees_the_engine(warm_boost: KVBoost) -> None:
+    prompt = [{"role": "user", "content": f"{document(70)} and {DOCUMENTS[0]} which?"}]
+    before = warm_boost.stats().num_entries
+    warm_boost.engine.lock.acquire()
+    stream = warm_boost.stream(prompt, max_new_tokens=5)
+    stream._cancelled.set()
+    warm_boost.engine.lock.release()
+    assert list(stream) == []
+    assert stream.result.finish_reason == "cancelled"
+    assert warm_boost.stats().num_entries == before
+    assert warm_boost.generate(prompt, max_new_tokens=5).report.num_new_tokens > 0
 
 
 def test_an_error_while_generating_reaches_the_reader_and_frees_the_engine(

@@ -7,7 +7,7 @@ decoding appends behind them without copying what is there.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,6 +15,11 @@ import torch
 from transformers.cache_utils import Cache, DynamicLayer
 
 from kvboost_rag.engine.types import KV
+from kvboost_rag.errors import StreamClosedError
+
+
+def never() -> bool:
+    return False
 
 
 class SlotLayer(DynamicLayer):  # type: ignore[misc]
@@ -27,6 +32,7 @@ class SlotLayer(DynamicLayer):  # type: ignore[misc]
         self.buffer_keys, self.buffer_values = keys, values
         self.length = 0
         self.slots: torch.Tensor | None = None
+        self.cancelled: Callable[[], bool] = never
         self.is_initialized = True
         self.dtype, self.device = keys.dtype, keys.device
 
@@ -55,7 +61,12 @@ class SlotLayer(DynamicLayer):  # type: ignore[misc]
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write new rows: into ``slots`` while a fused forward is on, else behind the last filled one."""
+        """Write new rows: into ``slots`` while a fused forward is on, else behind the last filled one.
+
+        Raises StreamClosedError, in the middle of a forward, as soon as ``cancelled`` says so.
+        """
+        if self.cancelled():
+            raise StreamClosedError("nobody waits for this prompt any more")
         if self.slots is not None:
             self.buffer_keys.index_copy_(2, self.slots, key_states)
             self.buffer_values.index_copy_(2, self.slots, value_states)
@@ -112,6 +123,11 @@ class SlotCache(Cache):  # type: ignore[misc]
         cache = cls(torch.empty(shape, dtype=dtype, device=device), torch.empty(shape, dtype=dtype, device=device))
         cache.set_length(length)
         return cache
+
+    def cancel_when(self, cancelled: Callable[[], bool]) -> None:
+        """Forwards over this cache stop at the next layer once ``cancelled`` returns True."""
+        for layer in self.layers:
+            layer.cancelled = cancelled
 
     def set_length(self, length: int) -> None:
         for layer in self.layers:

@@ -6,8 +6,7 @@ Knows names, values and choices; knows nothing of what they do.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, fields, replace
-from typing import Any
+from dataclasses import dataclass
 
 from kvboost_rag.errors import OptionError
 
@@ -44,12 +43,3 @@ class EngineConfig:
             raise OptionError.bad_value("chunk_size", self.chunk_size, "a whole number of tokens, 1 or more")
         if not 0 < self.warmed_share <= 1:
             raise OptionError.bad_value("warmed_share", self.warmed_share, "a number above 0, up to 1")
-
-
-def checked(cls: type[Any], options: dict[str, Any], where: str) -> Any:
-    """``cls(**options)`` for an options dataclass, with unknown names refused by name. Raises OptionError."""
-    known = [f.name for f in fields(cls)]
-    for name in options:
-        if name not in known:
-            raise OptionError.unknown(name, known, where)
-    return replace(cls(), **options)

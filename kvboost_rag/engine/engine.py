@@ -17,7 +17,7 @@ import torch
 from transformers import DynamicCache
 
 from kvboost_rag.engine.assemble import MODES, Assembled, Placement, assemble
-from kvboost_rag.engine.cache import SlotCache
+from kvboost_rag.engine.cache import SlotCache, never
 from kvboost_rag.engine.codecs import Codec, RawCodec
 from kvboost_rag.engine.config import EngineConfig
 from kvboost_rag.engine.forward import fused_forward, scout
@@ -57,11 +57,17 @@ class Engine:
             raise PromptTooLongError(num_tokens, max_new_tokens, self.model.context_tokens, what)
 
     def prefill(
-        self, segments: Sequence[Segment], repair: Repair, mode: str = "reuse", max_new_tokens: int = 0
+        self,
+        segments: Sequence[Segment],
+        repair: Repair,
+        mode: str = "reuse",
+        max_new_tokens: int = 0,
+        cancelled: Callable[[], bool] = never,
     ) -> Prefilled:
         """Complete the prompt's KV, reusing what ``mode`` allows and repairing what ``repair`` chooses.
 
-        The caller holds ``lock``. Raises OptionError for an unknown mode, PromptTooLongError, ValueError if empty.
+        The caller holds ``lock``. Raises OptionError for an unknown mode, PromptTooLongError, ValueError if empty,
+        and StreamClosedError at the next layer once ``cancelled`` returns True.
         """
         if mode not in MODES:
             raise OptionError.bad_value("mode", mode, f"one of {', '.join(map(repr, MODES))}")
@@ -76,6 +82,7 @@ class Engine:
             assembled = assemble(segments, self.store, self.model.fingerprint, self.config.chunk_size, mode)
         with _timed(report, "stitch"):
             cache = self.model.new_cache(num_tokens + max_new_tokens)
+            cache.cancel_when(cancelled)
             report.moved_bytes = stitch(assembled, cache, self.codec, self.model.rope)
         live = assembled.live_positions()
         with _timed(report, "repair"):
@@ -83,6 +90,7 @@ class Engine:
         with _timed(report, "forward"):
             positions = torch.cat([live[num_done:], repaired]).sort().values
             logits = fused_forward(self.model, assembled.ids, positions, cache)[-1]
+        cache.cancel_when(never)  # decoding ends between tokens
         _fill(report, assembled, live, repaired, self.store.tier)
         return Prefilled(assembled.ids, cache, logits, report, assembled)
 
