@@ -19,6 +19,7 @@ from kvboost_rag.engine.store import Entry, Store
 from kvboost_rag.engine.types import Chunk, ChunkKeys, Fidelity, Segment
 
 MODES = ("baseline", "prefix", "reuse")
+MIN_MOVED_TEXT_TOKENS = 32  # shorter pieces of text (separators) are cheaper computed than moved and repaired
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,10 @@ def assemble(
     placements = []
     leading = True
     for chunk, keys in zip(chunks, chunk_keys(chunks, fingerprint), strict=True):
+        movable = chunk.document or len(chunk) >= MIN_MOVED_TEXT_TOKENS
         hit = store.find(keys, np.asarray(chunk.ids, dtype=np.int64)) if leading or mode == "reuse" else None
+        if hit is not None and hit[1] is Fidelity.APPROXIMATE and not movable:
+            hit = None
         leading = leading and hit is not None and hit[1] is Fidelity.EXACT
         if hit is None or (mode == "prefix" and not leading):
             placements.append(Placement(chunk, keys, Fidelity.MISS))

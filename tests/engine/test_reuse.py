@@ -293,6 +293,16 @@ def test_assembling_looks_every_chunk_up_on_its_own() -> None:
     ]
 
 
+def test_separators_are_computed_where_they_stand() -> None:
+    """Their KV is kept with a header or a primer, but two tokens are not worth moving."""
+    engine = warmed()
+    prefill(engine, [HEADER, NEW, SEP, QUESTION])
+    with engine.lock:
+        engine.warm([HEADER, NEW, SEP], Segment(ids(55, 40), document=True))
+    report = prefill(engine, [HEADER, A, SEP, B, QUESTION]).report
+    assert report.num_live_tokens == len(SEP.ids) + len(QUESTION.ids)
+
+
 def test_more_repair_means_less_error() -> None:
     """On a random model, over many prompts: the mean error at 50 % is below the one at 0, and 0 at 100 %."""
     engine = warmed()
