@@ -119,10 +119,10 @@ class KVBoost:
     ) -> WarmReport:
         """Read documents once, so that prompts find them already read (the paper's ``warm``).
 
-        ``primer``: what stands in front while a document is read: ``"auto"`` (a document read before that shares text
-        with it, else about 320 tokens of another one), ``"bundled"``, any text, or None. ``header``: the system text
-        the prompts will have, if it is known; documents are read behind the opening that ``prompt(system=header)``
-        writes. A document read straight behind its header (``primer=None``) is exact whenever it comes first.
+        ``primer``: what stands in front while a document is read: ``"auto"`` (what was read before: a document that
+        shares text with it, else the last one), ``"bundled"``, any text, or None. ``header``: the system text the
+        prompts will have, if it is known; documents are read behind the opening that ``prompt(system=header)`` writes.
+        A document read straight behind its header (``primer=None``) is exact whenever it comes first.
         ``pinned`` documents are never evicted. Documents already warm are left as they are.
 
         Raises TypeError on a document that is no string, OptionError, PromptTooLongError; all before any work.

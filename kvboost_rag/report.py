@@ -5,7 +5,7 @@ Knows numbers; knows nothing of how they came about.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
@@ -66,7 +66,6 @@ class WarmReport:
     num_rejected: int = 0  # documents for which no room could be made
     seconds: float = 0.0
     num_related: int = 0  # documents read behind one they share text with
-    primers: list[str] = field(default_factory=list)  # beginnings of the shared ones used
 
     def __str__(self) -> str:
         rate = f", {self.num_tokens / self.seconds:.0f} tokens/s" if self.num_tokens and self.seconds else ""

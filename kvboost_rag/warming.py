@@ -2,21 +2,22 @@
 
 Knows documents, primers and the engine; knows nothing of prompts' questions or frameworks. A document encoded all
 alone takes its first tokens for the beginning of everything, and no token of it has ever looked back at another text.
-So each one is encoded behind a prompt's opening and a *primer*, other text of the same corpus; only the document's own
-KV is kept, and the primer costs nothing when questions come.
+So each one is encoded behind a prompt's opening and a *primer*, other text; only the document's own KV is kept, and the
+primer costs nothing when questions come.
 
-The automatic primer is the document read before that shares most with the new one (chunks of one text overlap, and
-are retrieved together): its KV is there already, moved into place like any other. Where nothing is related, it is
-some 320 tokens of a document chosen by content hash, computed once for all. Measured against one shared primer, on
-passages that overlap: KL 0.50 instead of 0.69 of a document encoded alone, 0.38 instead of 0.52 with repair.
+The automatic primer is what was read before: the document that shares most text with the new one (chunks of one text
+overlap, and are retrieved together), else the one read last. Their KV is there already and is moved into place like
+any other, so nothing is computed for it; the very first document is read behind a bundled text. Measured against one
+shared primer of 320 tokens (``benchmarks/NOTES.md``): KL halved on unrelated passages, and again on overlapping ones.
 """
 
 from __future__ import annotations
 
 import time
 import warnings
+from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import resources
 
 from tqdm.auto import tqdm
@@ -30,9 +31,9 @@ from kvboost_rag.report import Estimate, WarmReport, format_bytes
 from kvboost_rag.tokens import Tokens
 
 PRIMER_TOKENS = 320
-MAX_RELATED_TOKENS = 1024
+MAX_PRIMER_TOKENS = 1024
+NUM_RECENT = 8
 ID_BYTES = 8  # kept beside the KV of each token, to verify hits
-NUM_POOL = 2  # two, so that a document that is a primer itself finds another
 
 
 @dataclass(frozen=True)
@@ -50,22 +51,14 @@ def check_texts(texts: str | Iterable[str]) -> list[str]:
     return [piece.text if (piece := document_piece(t, i)) else "" for i, t in enumerate(given)]
 
 
-@dataclass(frozen=True)
-class _Primer:
-    """What stands in front of a document while it is read. ``shared``: the same for all, computed once."""
-
-    ids: tuple[int, ...]
-    name: str
-    shared: bool = True
-
-
 class Warmer:
-    """Warms documents into one engine's store, and remembers which texts prime the others."""
+    """Warms documents into one engine's store, and remembers what was read to prime what comes next."""
 
     def __init__(self, engine: Engine, tokens: Tokens):
         self._engine, self._tokens = engine, tokens
-        self._pool: list[Document] = []
+        self._separator = Segment(tokens.encode(SEPARATOR))
         self._read: dict[bytes, Document] = {}
+        self._recent: deque[Document] = deque(maxlen=NUM_RECENT)  # the last one first
         self._related: RelatedIndex[bytes] = RelatedIndex()
 
     def documents(self, texts: Iterable[str]) -> list[Document]:
@@ -78,8 +71,8 @@ class Warmer:
         return list(found.values())
 
     def clear(self) -> None:
-        self._pool.clear()
         self._read.clear()
+        self._recent.clear()
         self._related.clear()
 
     def is_warm(self, document: Document) -> bool:
@@ -115,7 +108,7 @@ class Warmer:
         started = time.perf_counter()
         cold = [d for d in documents if not self.is_warm(d)]
         report.num_already_warm = len(documents) - len(cold)
-        shared = self._shared_primers(primer, cold)
+        front = self._fixed_primer(primer)
         for document in cold:
             num_tokens = total_tokens(opening) + len(document.ids)
             self._engine.check_length(
@@ -124,7 +117,7 @@ class Warmer:
         self._warn_if_too_big(cold)
         with tqdm(total=len(cold), desc="warming", unit="doc", disable=not progress or len(cold) < 2) as bar:
             for document in cold:
-                self._warm_one(document, report, opening, shared, primer == "auto", pinned)
+                self._warm_one(document, report, opening, front, primer == "auto", pinned)
                 report.seconds = time.perf_counter() - started
                 bar.update()
 
@@ -133,29 +126,30 @@ class Warmer:
         document: Document,
         report: WarmReport,
         opening: Sequence[Segment],
-        shared: Sequence[Document],
-        related: bool,
+        front: Document | None,
+        auto: bool,
         pinned: bool,
     ) -> None:
-        found = runs(document.ids) if related else frozenset()
-        primer = self._primer(document, found, shared)
-        context = self._context(document, opening, primer)
+        found = runs(document.ids) if auto else frozenset()
+        related = [self._read[content] for content in self._related.related(found)]
+        primers = self._read_before(document, related) if auto else []
+        if front is not None and sum(len(p.ids) for p in primers) < PRIMER_TOKENS:
+            primers.append(front)
         with self._engine.lock:
+            context = self._context(document, opening, primers)
             put = self._engine.warm(context, Segment(document.ids, document=True), pinned)
         report.num_evicted += sum(entry.warmed for entry in put.evicted)
         if not put.stored:
             report.num_rejected += 1
             return
-        if related:
+        if auto:
             self._read[document.content] = document
+            self._recent.appendleft(document)
             self._related.add(document.content, found)
         report.num_warmed += 1
         report.num_tokens += len(document.ids)
         report.num_bytes += self.size(document)
-        if primer is not None and not primer.shared:
-            report.num_related += 1
-        elif primer is not None and primer.name not in report.primers:
-            report.primers.append(primer.name)
+        report.num_related += bool(related) and related[0] in primers
 
     def _warn_if_too_big(self, cold: Sequence[Document]) -> None:
         stats = self._engine.store.stats()
@@ -168,40 +162,35 @@ class Warmer:
                 stacklevel=4,
             )
 
-    def _shared_primers(self, primer: str | None, cold: Sequence[Document]) -> list[Document]:
-        """The texts that prime documents without a related one: the first that is another text than the document."""
+    def _fixed_primer(self, primer: str | None) -> Document | None:
+        """The text that primes where no document read before does. Raises OptionError."""
         if primer is None:
-            return []
+            return None
         if not isinstance(primer, str) or not primer.strip():
             raise OptionError.bad_value("primer", primer, "'auto', 'bundled', any text, or None")
-        if primer not in ("auto", "bundled"):
-            return self.documents([primer.strip()])
-        (bundled,) = self.documents([bundled_primer()])
-        if primer == "bundled":
-            return [bundled]
-        if len(self._pool) < NUM_POOL:
-            known = {d.content for d in self._pool}
-            fresh = [d for d in cold if d.content not in known]
-            # By content hash: the same corpus gets the same primers in whatever order it comes.
-            fresh.sort(key=lambda d: (len(d.ids) < PRIMER_TOKENS, d.content))
-            self._pool += fresh[: NUM_POOL - len(self._pool)]
-        return [*self._pool, bundled]
+        text = bundled_primer() if primer in ("auto", "bundled") else primer.strip()
+        (document,) = self.documents([text])
+        return replace(document, ids=document.ids[:PRIMER_TOKENS])
 
-    def _primer(self, document: Document, found: frozenset[int], shared: Sequence[Document]) -> _Primer | None:
-        for content in self._related.related(found):
-            other = self._read[content]
-            if content != document.content and len(other.ids) <= MAX_RELATED_TOKENS and self.is_warm(other):
-                return _Primer(other.ids, other.text[:60], shared=False)
-        for other in shared:
-            if other.content != document.content:
-                return _Primer(other.ids[:PRIMER_TOKENS], other.text[:60])
-        return None
+    def _read_before(self, document: Document, related: Sequence[Document]) -> list[Document]:
+        """Warm documents to read this one behind, best first: PRIMER_TOKENS of them if there are, at most
+        MAX_PRIMER_TOKENS."""
+        chosen: list[Document] = []
+        num_tokens = 0
+        for other in [*related, *self._recent]:
+            if num_tokens >= PRIMER_TOKENS:
+                break
+            fits = num_tokens + len(other.ids) <= MAX_PRIMER_TOKENS
+            if fits and other not in chosen and other.content != document.content and self.is_warm(other):
+                chosen.append(other)
+                num_tokens += len(other.ids)
+        return chosen
 
-    def _context(self, document: Document, opening: Sequence[Segment], primer: _Primer | None) -> list[Segment]:
-        if primer is None:
-            return list(opening)
-        separator = Segment(self._tokens.encode(SEPARATOR))
-        context = [*opening, Segment(primer.ids, document=True), separator]
+    def _context(self, document: Document, opening: Sequence[Segment], primers: Sequence[Document]) -> list[Segment]:
+        """The opening and the primers, the best one nearest; the opening alone where the context is too short."""
+        context = list(opening)
+        for primer in reversed(primers):
+            context += [Segment(primer.ids, document=True), self._separator]
         fits = total_tokens(context) + len(document.ids) <= self._engine.model.context_tokens
         return context if fits else list(opening)
 
