@@ -250,6 +250,7 @@ class KVBoost:
         reason = self.engine.generate(prefilled, decoding, on_tokens)
         give(assembler.finish())
         self.engine.keep(prefilled)
+        self.engine.model.recycle(prefilled.cache)
         if assembler.stopped:
             reason = "stop"
         elif cancelled():

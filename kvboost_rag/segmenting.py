@@ -49,9 +49,13 @@ class Segmenter:
             segments.append(Segment(self._tokens.opening_ids))
         for piece in prompt.pieces:
             for part in self._parts(piece) if detect else (piece,):
-                encode = self._tokens.encode_template if part.kind == "template" else self._tokens.encode
-                segments.append(Segment(encode(part.text), document=part.kind == "document"))
+                segments.append(Segment(self._encode(part), document=part.kind == "document"))
         return segments
+
+    def _encode(self, piece: Piece) -> tuple[int, ...]:
+        if piece.kind == "template":
+            return self._tokens.encode_template(piece.text)
+        return self._tokens.encode_document(piece.text) if piece.kind == "document" else self._tokens.encode(piece.text)
 
     def _parts(self, piece: Piece) -> list[Piece]:
         """``piece`` cut around the warmed documents that stand in it."""

@@ -66,7 +66,7 @@ class Warmer:
         found: dict[str, Document] = {}
         for text in texts:
             if text and text not in found:
-                ids = self._tokens.encode(text)
+                ids = self._tokens.encode_document(text)
                 found[text] = Document(text, ids, self._engine.content_key(ids))
         return list(found.values())
 

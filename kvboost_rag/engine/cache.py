@@ -8,7 +8,7 @@ decoding appends behind them without copying what is there.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -20,6 +20,10 @@ from kvboost_rag.errors import StreamClosedError
 
 def never() -> bool:
     return False
+
+
+class StopForwardError(Exception):
+    """Enough layers were computed. Never leaves ``SlotCache.stopping_at``."""
 
 
 class SlotLayer(DynamicLayer):  # type: ignore[misc]
@@ -107,22 +111,41 @@ class SlotLayer(DynamicLayer):  # type: ignore[misc]
 class SlotCache(Cache):  # type: ignore[misc]
     """A cache over one buffer per side, (layers, kv_heads, capacity, head_dim)."""
 
-    def __init__(self, keys: torch.Tensor, values: torch.Tensor):
+    def __init__(
+        self,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        whole: tuple[torch.Tensor, torch.Tensor] | None = None,
+    ):
+        """``whole``: the memory that ``keys`` and ``values`` are views of, if it is larger."""
         self.buffer_keys, self.buffer_values = keys, values
+        self.whole = whole or (keys, values)
+        self._stop_layer = len(keys)
         super().__init__(layers=[SlotLayer(k[None], v[None]) for k, v in zip(keys, values, strict=True)])
 
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> Any:
+        """As every cache's. Raises StopForwardError at the layer of ``stopping_at``."""
+        if layer_idx >= self._stop_layer:
+            raise StopForwardError
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+    @contextmanager
+    def stopping_at(self, layer: int) -> Iterator[None]:
+        """A forward inside the context ends, without result, once the layers before ``layer`` are done."""
+        self._stop_layer = layer
+        try:
+            with suppress(StopForwardError):
+                yield
+        finally:
+            self._stop_layer = len(self.layers)
+
     @classmethod
-    def allocate(
-        cls,
-        shape: tuple[int, int, int, int],
-        dtype: torch.dtype,
-        device: torch.device,
-        length: int = 0,
-    ) -> SlotCache:
-        """An unfilled buffer of ``shape`` (layers, kv_heads, capacity, head_dim) whose first ``length`` slots count."""
-        cache = cls(torch.empty(shape, dtype=dtype, device=device), torch.empty(shape, dtype=dtype, device=device))
-        cache.set_length(length)
-        return cache
+    def allocate(cls, shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device) -> SlotCache:
+        """An unfilled buffer of ``shape`` (layers, kv_heads, capacity, head_dim)."""
+        keys, values = (torch.empty(shape, dtype=dtype, device=device) for _ in range(2))
+        return cls(keys, values)
 
     def cancel_when(self, cancelled: Callable[[], bool]) -> None:
         """Forwards over this cache stop at the next layer once ``cancelled`` returns True."""

@@ -10,6 +10,7 @@ import contextlib
 import hashlib
 import inspect
 import json
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -51,6 +52,8 @@ class Model:
         parameters = inspect.signature(model.forward).parameters
         self.cache_argument = "cache" if "cache" in parameters else "past_key_values"
         self._keep_argument = "logits_to_keep" if "logits_to_keep" in parameters else "num_logits_to_keep"
+        self._spare: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._spare_lock = threading.Lock()
         self._uninstall: Callable[[], None] | None = attention.install(model)
 
     @property
@@ -58,14 +61,30 @@ class Model:
         """Raw KV bytes of one token: keys and values of every layer."""
         return 2 * self.num_layers * self.kv_heads * self.head_dim * self.dtype.itemsize
 
-    def new_cache(self, capacity: int, length: int = 0) -> SlotCache:
+    def new_cache(self, capacity: int) -> SlotCache:
+        """A buffer for ``capacity`` tokens, contents undefined; a recycled one if it is large enough."""
+        with self._spare_lock:
+            spare, self._spare = self._spare, None
+        if spare is not None and spare[0].shape[2] >= capacity:
+            keys, values = (side[:, :, :capacity] for side in spare)
+            return SlotCache(keys, values, whole=spare)
         shape = (self.num_layers, self.kv_heads, capacity, self.head_dim)
-        return SlotCache.allocate(shape, self.dtype, self.device, length)
+        return SlotCache.allocate(shape, self.dtype, self.device)
+
+    def recycle(self, cache: Any) -> None:
+        """Give back a buffer nobody looks at any more: touching fresh memory costs as much as laying KV into it.
+
+        Other devices' allocators keep freed memory themselves.
+        """
+        if isinstance(cache, SlotCache) and self.device.type == "cpu":
+            with self._spare_lock:
+                self._spare = cache.whole
 
     def close(self) -> None:
         if self._uninstall is not None:
             self._uninstall()
             self._uninstall = None
+            self._spare = None
 
     @torch.no_grad()
     def forward(
