@@ -88,6 +88,7 @@ class KVBoost:
 
         Raises ModelNotFoundError, UnsupportedModelError, OptionError.
         """
+        engine_options(options)  # before a model is loaded for nothing
         if model is None or tokenizer is None:
             if model_name is None:
                 raise OptionError("from_pretrained needs a model name or folder, or both model= and tokenizer=")
@@ -132,10 +133,12 @@ class KVBoost:
         given = check_texts(texts)
         documents = self._warmer.documents(given)
         report = WarmReport(num_documents=len(given), num_blank=sum(not text for text in given))
-        self._warmer.warm(documents, report, self._opening(header), primer, pinned, progress)
-        for document in documents:
-            if self._warmer.is_warm(document):
-                self._segmenter.file(document.text, len(document.ids))
+        try:
+            self._warmer.warm(documents, report, self._opening(header), primer, pinned, progress)
+        finally:  # interrupted in the middle, what was read so far is found all the same
+            for document in documents:
+                if self._warmer.is_warm(document):
+                    self._segmenter.file(document.text, len(document.ids))
         return report
 
     def _opening(self, header: str | None) -> list[Segment]:

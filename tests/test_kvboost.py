@@ -128,6 +128,23 @@ def test_a_header_without_primer_makes_the_first_document_exact(boost: KVBoost) 
     assert [d.fidelity for d in report.documents] == ["exact", "approximate"]
 
 
+def test_what_was_warmed_before_an_interruption_stays(boost: KVBoost, monkeypatch: pytest.MonkeyPatch) -> None:
+    warm, calls = boost.engine.warm, []
+
+    def interrupted(*args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return warm(*args, **kwargs)
+
+    monkeypatch.setattr(boost.engine, "warm", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        boost.warm(DOCUMENTS, progress=False)
+    assert [boost.is_warm(d) for d in DOCUMENTS] == [True, True, False, False]
+    assert boost.prefill(f"so: {DOCUMENTS[1]}").report.num_document_hits == 1
+    assert boost.warm(DOCUMENTS, progress=False).num_warmed == 2
+
+
 def test_estimate_does_no_work_and_warming_beyond_the_budget_warns_first(tokenizer: Any) -> None:
     with KVBoost(build_model(), tokenizer, max_cache_bytes=250_000) as boost:
         with ForwardCounter(boost.engine.model.module) as counter:

@@ -66,20 +66,17 @@ class ChatKVBoost(BaseChatModel):
     @property
     def _identifying_params(self) -> dict[str, Any]:
         options = {name: getattr(self, name) for name in (*_FIELDS, "max_tokens", "stop")}
-        return {
-            "model": self.model,
-            **{
-                k: v if isinstance(v, int | float | str | list) else None if v is None else repr(v)
-                for k, v in options.items()
-            },
-        }
+        if not isinstance(self.repair, str | None):
+            options["repair"] = repr(self.repair)  # a strategy object; what identifies must be plain data
+        return {"model": self.model, **options}
 
     def _options(self, stop: Sequence[str] | None, kwargs: dict[str, Any]) -> dict[str, Any]:
         """The engine's options of one call: this model's fields, overridden by the call's."""
         options = {name: getattr(self, name) for name in _FIELDS if getattr(self, name) is not None}
         if "repair" in kwargs and "recompute_ratio" not in kwargs:
             options.pop("recompute_ratio", None)
-        options["max_new_tokens"] = kwargs.pop("max_tokens", None) or self.max_tokens
+        max_tokens = kwargs.pop("max_tokens", None)
+        options["max_new_tokens"] = self.max_tokens if max_tokens is None else max_tokens
         for name, value in kwargs.items():
             if name in _CALL:
                 options[name] = value

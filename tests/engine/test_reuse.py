@@ -1,7 +1,7 @@
 """The oracles of reuse: whatever is cached, moved, missing or repaired, the result is what it should be.
 
 Exact reuse and full repair equal a cold prefill (1e-4 in float32, the design's bar); approximate reuse is finite and
-differs. Public bug reports behind the cases: shared under "inputs that broke other systems" in docs/faults.md.
+differs. The cases are kinds of fault that public bug reports show in other systems.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Recomputes nothing: reuse as it is. With primed documents this is already close (docs/how-it-works.md)."""
+"""Recomputes nothing: reuse as it is. With primed documents this is already close."""
 
 from __future__ import annotations
 
