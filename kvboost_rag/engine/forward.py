@@ -16,7 +16,7 @@ from kvboost_rag.engine.cache import SlotCache
 from kvboost_rag.engine.model import Model
 
 SCOUT_TOKENS = 256
-SCOUT_LAYERS = 2 / 3  # the last third adds a third of the time and nothing to the choice (benchmarks/NOTES.md)
+SCOUT_LAYERS = 2 / 3  # saves a third of the pass; its effect on the choice: benchmarks/NOTES.md
 
 
 def fused_forward(
