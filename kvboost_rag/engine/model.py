@@ -41,7 +41,6 @@ class Model:
         self.rope = _rope_of(model)
         self.module = model.eval()
         self.num_layers: int = config.num_hidden_layers
-        self.num_heads: int = config.num_attention_heads
         self.kv_heads: int = config.num_key_value_heads or config.num_attention_heads
         self.head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         self.context_tokens: int = config.max_position_embeddings
