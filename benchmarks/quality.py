@@ -126,7 +126,8 @@ class Encodings:
             with alone.engine.lock:
                 alone.engine.warm([], Segment(alone.tokens.encode(text), document=True))
         still.engine.store = alone.engine.store
-        still.engine.model.rope = Rope(torch.zeros_like(still.engine.model.rope.inv_freq))
+        unmoved = Rope(torch.zeros_like(still.engine.model.rope().inv_freq))
+        still.engine.model.rope = lambda num_tokens=0: unmoved
         if "shared primer" in needed:
             first, second = sorted(texts, key=lambda text: alone.engine.content_key(alone.tokens.encode(text)))[:2]
             self.engines["shared primer"].warm([t for t in texts if t != first], primer=first)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from kvboost_rag._version import __version__
 
 if TYPE_CHECKING:
+    from kvboost_rag.diagnosis import doctor
     from kvboost_rag.engine.repair import REPAIRS
     from kvboost_rag.engine.types import Fidelity, Report
     from kvboost_rag.errors import (
@@ -41,6 +42,7 @@ _HOMES = {
     "TextStream": "stream",
     "UnsupportedModelError": "errors",
     "WarmReport": "report",
+    "doctor": "diagnosis",
 }
 
 __all__ = [
@@ -60,6 +62,7 @@ __all__ = [
     "UnsupportedModelError",
     "WarmReport",
     "__version__",
+    "doctor",
 ]
 
 

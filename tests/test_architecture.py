@@ -14,9 +14,11 @@ PACKAGE = ROOT / "kvboost_rag"
 # Each module may import from its own rank and those before it (design: "imports point one way").
 RANKS = [
     {"errors", "_version"},
-    {"engine.types", "engine.lock"},
+    {"engine.types", "engine.lock", "engine.compat", "engine.capabilities"},
     {"engine.config", "engine.chunking", "engine.keys", "engine.rope"},
     {"engine.cache", "engine.attention", "engine.codecs", "engine.repair"},
+    {"engine.runner"},
+    {"engine.probe"},
     {"engine.model"},
     {"engine.store"},
     {"engine.assemble", "engine.forward"},
@@ -25,7 +27,7 @@ RANKS = [
     {"tokens", "prompt", "detect", "related", "hub", "report"},
     {"stream", "warming", "options", "segmenting"},
     {"kvboost"},
-    {"rag"},
+    {"rag", "diagnosis"},
     {"demo"},
 ]
 FRAMEWORKS = {"langchain_core", "langchain_kvboost", "llama_index"}

@@ -3,8 +3,9 @@
 Knows positions and tensors; knows nothing of chunks or of why a token is computed. ``transformers`` would take an
 explicit mask here, copy every grouped key head for each of its query heads, and let every query meet every key.
 This function does neither: key heads are expanded as views, and queries, sorted by position, go in blocks of 32 that
-are each cut at their own last position. Measured at 2,478 keys, 9 query over 3 KV heads: 1.8 / 5.3 / 11.2 ms a layer
-for 34 / 148 / 396 queries, against 5.5 / 7.4 / 17.3 ms; equal to 1e-6 (`tests/engine/test_attention.py`).
+are each cut at their own last position (and, in a layer with a sliding window, at the first one they can see).
+Measured at 2,478 keys, 9 query over 3 KV heads: 1.8 / 5.3 / 11.2 ms a layer for 34 / 148 / 396 queries, against
+5.5 / 7.4 / 17.3 ms; equal to 1e-6 (`tests/engine/test_attention.py`). Soft caps and learned sinks are honoured.
 
 How it gets into a model without touching it: it is registered with ``transformers`` under ``kvboost_<stock>``, where
 ``<stock>`` is the implementation the model came with. Outside a fused forward it *is* that implementation, masks
@@ -18,17 +19,34 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
-BLOCK_QUERIES = 32
+from kvboost_rag.engine import compat
+
+BLOCK_QUERIES = {"cpu": 32}  # where blocks were measured to pay
+OTHER_BLOCK_QUERIES = 1024  # elsewhere only memory cuts
 _PREFIX = "kvboost_"
+
+
+@dataclass(frozen=True)
+class Traits:
+    """What a layer hands its attention besides queries, keys and values."""
+
+    window: int | None = None  # queries see that many positions, their own included
+    softcap: float | None = None
+    sinks: torch.Tensor | None = None  # (heads,) learned logits that take part in the softmax
+
+    @classmethod
+    def of(cls, arguments: dict[str, Any], stock: str) -> Traits:
+        """What the implementation ``stock`` makes of them: sdpa leaves soft caps and sinks out (newer releases of
+        ``transformers`` refuse instead)."""
+        window = arguments.get("sliding_window")
+        return cls(window) if stock == "sdpa" else cls(window, arguments.get("softcap"), arguments.get("s_aux"))
 
 
 class Capture:
@@ -44,10 +62,10 @@ class Capture:
         self._num_keys = num_keys
         self._by_layer: dict[int, torch.Tensor] = {}
 
-    def add(self, layer: int, probabilities: torch.Tensor) -> None:
-        """``probabilities``: (kv_heads, group, counted queries, keys) float32, keys a prefix of all keys."""
+    def add(self, layer: int, probabilities: torch.Tensor, start: int = 0) -> None:
+        """``probabilities``: (kv_heads, group, counted queries, keys) float32, of the keys from ``start`` on."""
         largest = probabilities.amax(dim=(0, 1, 2)).cpu()
-        seen = self._by_layer.setdefault(layer, torch.zeros(self._num_keys))[: largest.shape[0]]
+        seen = self._by_layer.setdefault(layer, torch.zeros(self._num_keys))[start : start + largest.shape[0]]
         torch.maximum(seen, largest, out=seen)
 
     @property
@@ -58,42 +76,76 @@ class Capture:
 
 @dataclass(frozen=True)
 class Block:
-    """Queries [first, last) of a plan, which see keys [0, num_keys) through an additive mask (queries, num_keys)."""
+    """Queries [first, last) of a plan, which see keys [start, end) through an additive mask (queries, keys)."""
 
     first: int
     last: int
-    num_keys: int
+    start: int
+    end: int
     mask: torch.Tensor
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How one fused forward attends. No blocks: the model's own attention, under the mask the caller passes."""
+    """How one fused forward attends: ascending query ``positions`` (num_queries,) over slots that equal positions.
 
-    blocks: tuple[Block, ...] = ()
-    capture: Capture | None = None
-
-
-def make_plan(
-    positions: torch.Tensor,
-    dtype: torch.dtype,
-    hidden: torch.Tensor | None = None,
-    capture: Capture | None = None,
-) -> Plan:
-    """Cut ascending query ``positions`` (num_queries,) into blocks with their masks, made once for all layers.
-
-    ``hidden``: (num_slots,) bool, slots no query may see because they hold no KV yet, or None.
+    ``hidden``: (num_slots,) bool, slots no query may see because they hold no KV yet, or None. ``stock``: let the
+    model's own implementation do it under an explicit mask, the slow truth. Blocks and masks are made once for all
+    layers that can share them.
     """
-    blocks = []
-    for first in range(0, positions.shape[0], BLOCK_QUERIES):
-        rows = positions[first : first + BLOCK_QUERIES]
-        num_keys = int(rows[-1]) + 1
-        masked = torch.arange(num_keys, device=positions.device) > rows[:, None]
-        if hidden is not None:
-            masked = masked | hidden[:num_keys]
-        mask = torch.zeros(masked.shape, dtype=dtype, device=positions.device).masked_fill_(masked, float("-inf"))
-        blocks.append(Block(first, first + rows.shape[0], num_keys, mask))
-    return Plan(tuple(blocks), capture)
+
+    positions: torch.Tensor
+    dtype: torch.dtype
+    hidden: torch.Tensor | None = None
+    capture: Capture | None = None
+    stock: bool = False
+    _made: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
+
+    def blocks(self, window: int | None, device: torch.device) -> tuple[Block, ...]:
+        key = ("blocks", window, device)
+        if key not in self._made:
+            self._made[key] = tuple(self._blocks(window, device))
+        blocks: tuple[Block, ...] = self._made[key]
+        return blocks
+
+    def _blocks(self, window: int | None, device: torch.device) -> Iterator[Block]:
+        step = BLOCK_QUERIES.get(device.type, OTHER_BLOCK_QUERIES)
+        for first in range(0, self.positions.shape[0], step):
+            rows = self.positions[first : first + step]
+            start = 0 if window is None else max(0, int(rows[0]) - window + 1)
+            end = int(rows[-1]) + 1
+            mask = additive_mask(rows, start, end, self.dtype, window, self.hidden).to(device)
+            yield Block(first, first + rows.shape[0], start, end, mask)
+
+    def full_mask(self, window: int | None, num_keys: int, device: torch.device) -> torch.Tensor:
+        """The whole mask (1, 1, queries, num_keys), for attention that knows no blocks."""
+        key = ("mask", window, num_keys, device)
+        mask: torch.Tensor | None = self._made.get(key)
+        if mask is None:
+            mask = additive_mask(self.positions, 0, num_keys, self.dtype, window, self.hidden)[None, None].to(device)
+            self._made[key] = mask
+        return mask
+
+
+def additive_mask(
+    rows: torch.Tensor,
+    start: int,
+    end: int,
+    dtype: torch.dtype,
+    window: int | None = None,
+    hidden: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """(rows, end - start): 0 where the query at that position sees the key at [start, end), else minus infinity.
+
+    Additive, never boolean: ``transformers``' eager attention adds a boolean mask as numbers, silently.
+    """
+    keys = torch.arange(start, end, device=rows.device)
+    masked = keys > rows[:, None]
+    if window is not None:
+        masked |= keys <= rows[:, None] - window
+    if hidden is not None:
+        masked |= hidden[start:end].to(rows.device)
+    return torch.zeros(masked.shape, dtype=dtype, device=rows.device).masked_fill_(masked, float("-inf"))
 
 
 _plan: ContextVar[Plan | None] = ContextVar("kvboost_attention_plan", default=None)
@@ -110,7 +162,13 @@ def planned(plan: Plan) -> Iterator[None]:
 
 
 def block_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, plan: Plan, scaling: float, layer: int
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    plan: Plan,
+    scaling: float,
+    layer: int,
+    traits: Traits = Traits(),
 ) -> torch.Tensor:
     """``query``: (1, heads, queries, head_dim); ``key``, ``value``: (1, kv_heads, slots, head_dim), slot = position.
 
@@ -119,13 +177,15 @@ def block_attention(
     _, num_heads, num_queries, head_dim = query.shape
     kv_heads = key.shape[1]
     group = num_heads // kv_heads
-    grouped = query[0].view(kv_heads, group, num_queries, head_dim)
+    grouped = query[0].reshape(kv_heads, group, num_queries, head_dim)
     out = query.new_empty(num_queries, kv_heads, group, value.shape[-1])
-    for block in plan.blocks:
+    capture = plan.capture
+    plain = traits.softcap is None and traits.sinks is None
+    for block in plan.blocks(traits.window, query.device):
         rows = grouped[:, :, block.first : block.last]
-        keys, values = key[0, :, : block.num_keys], value[0, :, : block.num_keys]
-        capture = plan.capture
-        if capture is None or block.last <= capture.first_query:
+        keys, values = key[0, :, block.start : block.end], value[0, :, block.start : block.end]
+        counted = capture is not None and block.last > capture.first_query
+        if plain and not counted:
             result = F.scaled_dot_product_attention(
                 rows,
                 keys[:, None].expand(-1, group, -1, -1),  # views: grouped heads share their keys
@@ -134,36 +194,50 @@ def block_attention(
                 scale=scaling,
             )
         else:
-            result, probabilities = _by_hand(rows, keys, values, block.mask, scaling)
-            capture.add(layer, probabilities[:, :, max(0, capture.first_query - block.first) :])
+            result, probabilities = _by_hand(rows, keys, values, block.mask, scaling, traits)
+            if capture is not None and counted:
+                capture.add(layer, probabilities[:, :, max(0, capture.first_query - block.first) :], block.start)
         out[block.first : block.last] = result.permute(2, 0, 1, 3)
     return out.view(1, num_queries, num_heads, -1)
 
 
 def _by_hand(
-    rows: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, scaling: float
+    rows: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, scaling: float, traits: Traits
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The same attention with its probabilities. ``rows``: (kv_heads, group, queries, head_dim)."""
     kv_heads, group, num_rows, _ = rows.shape
     scores = torch.bmm(rows.flatten(1, 2) * scaling, keys.transpose(1, 2)).view(kv_heads, group, num_rows, -1)
-    probabilities = torch.softmax(scores.add_(mask), dim=-1, dtype=torch.float32)
+    if traits.softcap is not None:
+        scores = torch.tanh(scores / traits.softcap) * traits.softcap
+    scores = scores.add_(mask)
+    if traits.sinks is not None:
+        sinks = traits.sinks.to(scores).view(kv_heads, group, 1, 1).expand(-1, -1, num_rows, -1)
+        scores = torch.cat([scores, sinks], dim=-1)
+    probabilities = torch.softmax(scores, dim=-1, dtype=torch.float32)[..., : keys.shape[1]]
     mixed = torch.bmm(probabilities.flatten(1, 2).to(values.dtype), values)
     return mixed.view(kv_heads, group, num_rows, -1), probabilities
-
-
-def full_mask(positions: torch.Tensor, num_keys: int, dtype: torch.dtype) -> torch.Tensor:
-    """The additive mask (1, 1, queries, num_keys) of the same forward for an attention that knows no plan."""
-    masked = torch.arange(num_keys, device=positions.device) > positions[:, None]
-    mask = torch.zeros(masked.shape, dtype=dtype, device=positions.device).masked_fill_(masked, float("-inf"))
-    return mask[None, None]
 
 
 def _stock_function(name: str, module: torch.nn.Module) -> Callable[..., Any]:
     if name == "eager":
         eager: Callable[..., Any] = sys.modules[type(module).__module__].eager_attention_forward
         return eager
-    function: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS[name]
-    return function
+    return compat.attention_function(name)
+
+
+Recorded = dict[int, Traits]
+_recorded: ContextVar[Recorded | None] = ContextVar("kvboost_recorded_traits", default=None)
+
+
+@contextmanager
+def recording() -> Iterator[Recorded]:
+    """Collects, per layer that asks our attention, what it hands over. A layer that is missing never asked."""
+    found: Recorded = {}
+    token = _recorded.set(found)
+    try:
+        yield found
+    finally:
+        _recorded.reset(token)
 
 
 def _attention_for(stock: str) -> Callable[..., Any]:
@@ -176,14 +250,21 @@ def _attention_for(stock: str) -> Callable[..., Any]:
         scaling: float | None = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        plan = _plan.get()
-        if plan is None or not plan.blocks:
-            result: tuple[torch.Tensor, torch.Tensor | None] = _stock_function(stock, module)(
-                module, query, key, value, attention_mask, scaling=scaling, **kwargs
-            )
-            return result
-        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        return block_attention(query, key, value, plan, scale, getattr(module, "layer_idx", 0)), None
+        plan, recorded, layer = _plan.get(), _recorded.get(), getattr(module, "layer_idx", 0)
+        traits = Traits.of(kwargs, stock)
+        if recorded is not None:
+            recorded[layer] = traits
+        if plan is not None and not plan.stock:
+            scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+            return block_attention(query, key, value, plan, scale, layer, traits), None
+        name = stock
+        if plan is not None:
+            attention_mask = plan.full_mask(traits.window, key.shape[2], query.device)
+            name = "eager" if stock.startswith("flash") else stock  # flash kernels take no mask
+        result: tuple[torch.Tensor, torch.Tensor | None] = _stock_function(name, module)(
+            module, query, key, value, attention_mask, scaling=scaling, **kwargs
+        )
+        return result
 
     return kvboost_attention
 
@@ -200,13 +281,12 @@ def install(model: Any) -> Callable[[], None]:
     """Give ``model`` the planned attention on top of its own.
 
     Returns a function that gives its own back, once every engine that shares the model has called theirs.
+    Raises whatever ``set_attn_implementation`` raises for a model that has no exchangeable attention.
     """
     with _users_lock:
         if not is_installed(model):
             stock = model.config._attn_implementation
-            AttentionInterface.register(_PREFIX + stock, _attention_for(stock))
-            # Without a mask function of the same name, masks the model would have built vanish silently.
-            AttentionMaskInterface.register(_PREFIX + stock, ALL_MASK_ATTENTION_FUNCTIONS[stock])
+            compat.register_attention(_PREFIX + stock, _attention_for(stock), masks_like=stock)
             model.set_attn_implementation(_PREFIX + stock)
             _users[model] = 0
         _users[model] = _users.get(model, 0) + 1

@@ -1,4 +1,4 @@
-"""The one KV buffer of a prompt, in the shape ``transformers`` expects of a cache.
+"""The KV buffer of a prompt, in the shape ``transformers`` expects of a cache.
 
 Knows slots and lengths; knows nothing of chunks, hashes or rotation. The buffer is allocated once, with room for the
 new tokens: stitching lays reused KV straight into it, the fused forward scatters computed rows into their slots, and
@@ -7,13 +7,16 @@ decoding appends behind them without copying what is there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import torch
 from transformers.cache_utils import Cache, DynamicLayer
 
+from kvboost_rag.engine import compat
 from kvboost_rag.engine.types import KV
 from kvboost_rag.errors import StreamClosedError
 
@@ -93,9 +96,7 @@ class SlotLayer(DynamicLayer):  # type: ignore[misc]
         return self.length
 
     def get_mask_sizes(self, query_length: Any) -> tuple[int, int]:
-        # An integer in current releases, a tensor of positions in older ones.
-        num_queries = query_length if isinstance(query_length, int) else query_length.shape[0]
-        return self.length + num_queries, 0
+        return self.length + compat.num_queries(query_length), 0
 
     def get_max_length(self) -> int:
         return -1
@@ -108,20 +109,44 @@ class SlotLayer(DynamicLayer):  # type: ignore[misc]
         self.length -= abs(tokens_to_remove)
 
 
-class SlotCache(Cache):  # type: ignore[misc]
-    """A cache over one buffer per side, (layers, kv_heads, capacity, head_dim)."""
+@dataclass(frozen=True)
+class Slab:
+    """The buffers of consecutive layers that live on one device, from layer ``first`` on.
 
-    def __init__(
-        self,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        whole: tuple[torch.Tensor, torch.Tensor] | None = None,
-    ):
-        """``whole``: the memory that ``keys`` and ``values`` are views of, if it is larger."""
-        self.buffer_keys, self.buffer_values = keys, values
-        self.whole = whole or (keys, values)
-        self._stop_layer = len(keys)
-        super().__init__(layers=[SlotLayer(k[None], v[None]) for k, v in zip(keys, values, strict=True)])
+    ``keys`` and ``values``: (layers, kv_heads, capacity, head_dim).
+    """
+
+    first: int
+    keys: torch.Tensor
+    values: torch.Tensor
+
+    @property
+    def last(self) -> int:
+        return self.first + self.keys.shape[0]
+
+    @property
+    def device(self) -> torch.device:
+        return self.keys.device
+
+    @property
+    def capacity(self) -> int:
+        return self.keys.shape[2]
+
+    def window(self, start: int, end: int) -> Slab:
+        """Views of slots [start, end)."""
+        return Slab(self.first, self.keys[:, :, start:end], self.values[:, :, start:end])
+
+
+class SlotCache(Cache):  # type: ignore[misc]
+    """A cache over one slab per device."""
+
+    def __init__(self, slabs: Sequence[Slab], whole: Sequence[Slab] | None = None):
+        """``slabs``: one after the other, all layers. ``whole``: the memory they are views of, if it is larger."""
+        self.slabs = tuple(slabs)
+        self.whole = tuple(whole or slabs)
+        self._stop_layer = self.slabs[-1].last
+        views = [(k[None], v[None]) for slab in self.slabs for k, v in zip(slab.keys, slab.values, strict=True)]
+        super().__init__(layers=[SlotLayer(keys, values) for keys, values in views])
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -142,10 +167,15 @@ class SlotCache(Cache):  # type: ignore[misc]
             self._stop_layer = len(self.layers)
 
     @classmethod
-    def allocate(cls, shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device) -> SlotCache:
-        """An unfilled buffer of ``shape`` (layers, kv_heads, capacity, head_dim)."""
-        keys, values = (torch.empty(shape, dtype=dtype, device=device) for _ in range(2))
-        return cls(keys, values)
+    def allocate(cls, devices: Sequence[torch.device], shape: tuple[int, int, int], dtype: torch.dtype) -> SlotCache:
+        """An unfilled buffer for layers on ``devices``, one each. ``shape``: (kv_heads, capacity, head_dim)."""
+        slabs, first = [], 0
+        for device, group in groupby(devices):
+            num_layers = len(list(group))
+            keys, values = (torch.empty((num_layers, *shape), dtype=dtype, device=device) for _ in range(2))
+            slabs.append(Slab(first, keys, values))
+            first += num_layers
+        return cls(slabs)
 
     def cancel_when(self, cancelled: Callable[[], bool]) -> None:
         """Forwards over this cache stop at the next layer once ``cancelled`` returns True."""
@@ -156,30 +186,30 @@ class SlotCache(Cache):  # type: ignore[misc]
         for layer in self.layers:
             layer.length = length
 
-    def window(self, start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Views of slots [start, end): keys and values, (layers, kv_heads, end - start, head_dim)."""
-        return self.buffer_keys[:, :, start:end], self.buffer_values[:, :, start:end]
-
     def zero_slots(self, slots: torch.Tensor) -> None:
         """Give ``slots`` (num_slots,) harmless contents until they are computed."""
         if slots.numel():
-            self.buffer_keys[:, :, slots] = 0
-            self.buffer_values[:, :, slots] = 0
+            for slab in self.slabs:
+                slab.keys[:, :, slots] = 0
+                slab.values[:, :, slots] = 0
 
     def copy_out(self, start: int, end: int) -> KV:
-        """A copy of slots [start, end) that shares nothing with the buffer."""
-        keys, values = self.window(start, end)
-        return KV(
-            keys=keys.clone(memory_format=torch.contiguous_format),
-            values=values.clone(memory_format=torch.contiguous_format),
-            position=start,
-        )
+        """A copy of slots [start, end) that shares nothing with the buffer; in host memory if devices differ."""
+        windows = [slab.window(start, end) for slab in self.slabs]
+        if len(windows) == 1:
+            (window,) = windows
+            keys, values = (x.clone(memory_format=torch.contiguous_format) for x in (window.keys, window.values))
+        else:
+            keys = torch.cat([window.keys.cpu() for window in windows])
+            values = torch.cat([window.values.cpu() for window in windows])
+        return KV(keys, values, position=start)
 
     @contextmanager
     def scattering(self, slots: torch.Tensor) -> Iterator[None]:
         """While on, computed rows go to ``slots`` (num_rows,) and the length stays."""
+        on_device = {slab.device: slots.to(slab.device) for slab in self.slabs}
         for layer in self.layers:
-            layer.slots = slots.to(layer.device)
+            layer.slots = on_device[layer.device]
         try:
             yield
         finally:

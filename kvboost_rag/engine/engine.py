@@ -18,6 +18,7 @@ from transformers import DynamicCache
 
 from kvboost_rag.engine.assemble import MODES, Assembled, Placement, assemble
 from kvboost_rag.engine.cache import SlotCache, never
+from kvboost_rag.engine.capabilities import Reuse
 from kvboost_rag.engine.codecs import Codec, RawCodec
 from kvboost_rag.engine.config import EngineConfig
 from kvboost_rag.engine.forward import fused_forward, scout
@@ -25,7 +26,7 @@ from kvboost_rag.engine.generate import GenerationOptions, decode
 from kvboost_rag.engine.keys import content_hash
 from kvboost_rag.engine.lock import FairLock
 from kvboost_rag.engine.model import Model
-from kvboost_rag.engine.repair import Repair, RepairView
+from kvboost_rag.engine.repair import BoundaryRepair, Repair, RepairView
 from kvboost_rag.engine.stitch import stitch
 from kvboost_rag.engine.store import Entry, Put, Store
 from kvboost_rag.engine.types import DocumentReport, Fidelity, Report, Segment, total_tokens
@@ -78,12 +79,14 @@ class Engine:
         if mode == "baseline":
             return self._baseline(segments)
         report = Report(mode=mode, repair=repair.name, num_prompt_tokens=num_tokens)
+        mode, repair = self._allowed(mode, repair, report)
         with _timed(report, "lookup"):
-            assembled = assemble(segments, self.store, self.model.fingerprint, self.config.chunk_size, mode)
+            fingerprint = self.model.fingerprint(num_tokens)
+            assembled = assemble(segments, self.store, fingerprint, self.config.chunk_size, mode)
         with _timed(report, "stitch"):
             cache = self.model.new_cache(num_tokens + max_new_tokens)
             cache.cancel_when(cancelled)
-            report.moved_bytes = stitch(assembled, cache, self.codec, self.model.rope)
+            report.moved_bytes = stitch(assembled, cache, self.codec, self.model.rope(num_tokens))
         live = assembled.live_positions()
         with _timed(report, "repair"):
             repaired, num_done = self._repaired(assembled, live, cache, repair)
@@ -93,6 +96,23 @@ class Engine:
         cache.cancel_when(never)  # decoding ends between tokens
         _fill(report, assembled, live, repaired, self.store.tier)
         return Prefilled(assembled.ids, cache, logits, report, assembled)
+
+    def _allowed(self, mode: str, repair: Repair, report: Report) -> tuple[str, Repair]:
+        """What the model allows of ``mode`` and ``repair``; ``report`` says so where it is less."""
+        capabilities, num_tokens = self.model.capabilities, report.num_prompt_tokens
+        if mode == "reuse" and capabilities.reuse is Reuse.PREFIX_ONLY:
+            report.mode = mode = "prefix"
+            report.notes.append(f"only prefixes are reused: {capabilities.reason}")
+        if repair.needs_attention and not capabilities.planned:
+            repair = BoundaryRepair()
+            report.repair = repair.name
+            report.notes.append("this model's own attention does not say what it looks at: repaired by 'boundary'")
+        if capabilities.switch is not None and self.model.regime(num_tokens):
+            report.notes.append(
+                f"past {capabilities.switch.limit} tokens this model's {capabilities.switch.kind} rope changes: KV of "
+                "shorter prompts is not reused here"
+            )
+        return mode, repair
 
     def _baseline(self, segments: Sequence[Segment]) -> Prefilled:
         ids = torch.tensor([token for segment in segments for token in segment.ids], dtype=torch.int64)
@@ -116,6 +136,8 @@ class Engine:
         if not repair.needs_attention:
             return repair.select(RepairView(spans)), 0
         num_opening = int((live == torch.arange(len(live))).sum())
+        if self.model.regime(assembled.num_tokens):
+            num_opening = 0  # alone, it would be computed with the frequencies of a short prompt
         if num_opening:
             fused_forward(self.model, assembled.ids, live[:num_opening], cache)
         attention = scout(self.model, assembled.ids, live[num_opening:], cache)
@@ -127,7 +149,7 @@ class Engine:
         That is the run of text before the first document (a chain's fixed opening) and documents that missed. KV is
         exact as long as nothing approximate stands before it. By-products never displace warmed documents.
         """
-        if prefilled.assembled is None:
+        if prefilled.assembled is None or not self.model.lasting(prefilled.assembled.num_tokens):
             return
         exact, opening = True, True
         for placement in prefilled.assembled.placements:
@@ -149,23 +171,29 @@ class Engine:
         document of the context that is warm already is reused where it stands. The caller holds ``lock``.
         """
         segments = [*context, document]
-        self.check_length(total_tokens(segments), 0, "a document (with its primer)")
-        assembled = assemble(segments, self.store, self.model.fingerprint, self.config.chunk_size)
+        num_tokens = total_tokens(segments)
+        self.check_length(num_tokens, 0, "a document (with its primer)")
+        fingerprint = self.model.fingerprint(num_tokens)
+        mode = "prefix" if self.model.capabilities.reuse is Reuse.PREFIX_ONLY else "reuse"
+        assembled = assemble(segments, self.store, fingerprint, self.config.chunk_size, mode)
         *before, target = assembled.placements
         target = replace(target, fidelity=Fidelity.MISS, entry=None)
         assembled = replace(assembled, placements=(*before, target))
         cache = self.model.new_cache(assembled.num_tokens)
-        stitch(assembled, cache, self.codec, self.model.rope)
+        stitch(assembled, cache, self.codec, self.model.rope(num_tokens))
         fused_forward(self.model, assembled.ids, assembled.live_positions(), cache)
         exact = True
         for placement in before:
             exact = exact and placement.fidelity is not Fidelity.APPROXIMATE
             if placement.entry is None and exact:
                 self._put(placement, cache, exact=True)
+        if not self.model.lasting(num_tokens):
+            return Put(stored=False)
         return self._put(target, cache, exact=exact, warmed=True, pinned=pinned)
 
     def content_key(self, ids: Sequence[int]) -> bytes:
-        return content_hash(ids, self.model.fingerprint)
+        """Under which a document of these ``ids`` is kept, whatever stands before it."""
+        return content_hash(ids, self.model.fingerprint(len(ids)))
 
     def extend(self, prefilled: Prefilled, ids: Sequence[int]) -> torch.Tensor:
         """Teacher forcing: logits (len(ids), vocab) float32 that predict each of ``ids`` behind the prompt.

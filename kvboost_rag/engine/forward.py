@@ -11,8 +11,9 @@ import math
 
 import torch
 
-from kvboost_rag.engine.attention import Capture, Plan, full_mask, make_plan
+from kvboost_rag.engine.attention import Capture
 from kvboost_rag.engine.cache import SlotCache
+from kvboost_rag.engine.capabilities import Reuse
 from kvboost_rag.engine.model import Model
 
 SCOUT_TOKENS = 256
@@ -34,16 +35,11 @@ def fused_forward(
     Returns the logits of the last ``num_logits`` positions, (num_logits, vocab) float32; fills their slots.
     """
     num_tokens = ids.shape[0]
-    positions = positions.to(model.device)
+    if model.capabilities.reuse is Reuse.PREFIX_ONLY:  # then these are the positions behind a filled prefix
+        cache.set_length(int(positions[0]))
+        return model.forward(ids[positions], cache, positions, num_logits)
     cache.set_length(num_tokens)
-    if model.stock_attention and capture is None:
-        plan, mask = Plan(), full_mask(positions, num_tokens, model.dtype)
-    else:
-        plan = make_plan(positions, model.dtype, hidden, capture)
-        # A 4-D mask is taken as it is: this one only keeps the model from building its own.
-        mask = torch.zeros(1, 1, 1, 1, dtype=model.dtype, device=model.device)
-    with cache.scattering(positions):
-        return model.forward(ids.to(model.device)[positions], cache, positions, mask, plan, num_logits)
+    return model.scattered(ids[positions], positions, cache, num_logits, hidden, capture)
 
 
 def scout(model: Model, ids: torch.Tensor, live: torch.Tensor, cache: SlotCache) -> torch.Tensor:

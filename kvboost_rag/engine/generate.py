@@ -25,6 +25,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from kvboost_rag.engine import compat
 from kvboost_rag.engine.cache import SlotCache
 from kvboost_rag.engine.model import Model
 from kvboost_rag.errors import OptionError
@@ -147,7 +148,7 @@ class _Gumbel(LogitsProcessor):  # type: ignore[misc]
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         uniform = torch.rand(scores.shape, generator=self._generator, dtype=torch.float64).clamp_min_(1e-300)
-        return scores - torch.log(-torch.log(uniform)).to(scores)
+        return scores - torch.log(-torch.log(uniform)).to(scores.dtype).to(scores.device)  # MPS has no float64
 
 
 class _EachStep(StoppingCriteria):  # type: ignore[misc]
@@ -206,15 +207,7 @@ def decode(
         input_ids = torch.cat([input_ids, scores.argmax(dim=-1, keepdim=True)], dim=-1)
         if bool(stopping_criteria(input_ids, None).all()):
             return input_ids
-        kwargs["attention_mask"] = torch.ones_like(input_ids)
-        places = torch.arange(input_ids.shape[1], device=input_ids.device)
-        # `generate` made these for the prompt alone; left as they are, the next token would stand one place too early
-        if "position_ids" in kwargs:
-            kwargs["position_ids"] = places[None]
-        if "cache_position" in kwargs:
-            kwargs["cache_position"] = places[-1:]
-        result: torch.Tensor = module._sample(input_ids, logits_processor, stopping_criteria, **kwargs)
-        return result
+        return compat.continue_sampling(module, input_ids, logits_processor, stopping_criteria, kwargs)
 
     prompt = ids.to(model.device)[None]
     each_step = _EachStep(prompt.shape[1], on_tokens)
@@ -225,7 +218,7 @@ def decode(
         logits_processor=_processors(options),
         stopping_criteria=StoppingCriteriaList([each_step]),
         custom_generate=continue_from_logits,
-        **{model.cache_argument: cache},
+        **{str(model.cache_argument): cache},
     )
     ends = own.eos_token_id if isinstance(own.eos_token_id, list) else [own.eos_token_id]
     return "stop" if each_step.stopped or int(output[0, -1]) in ends else "length"

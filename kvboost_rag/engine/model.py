@@ -1,31 +1,28 @@
 """One ``transformers`` decoder behind the few questions the engine asks.
 
-Knows the model's geometry, its rope and the names its forward goes by (they differ between releases; nothing else in
-the package depends on the release). Knows nothing of chunks, stores or text.
+Knows what the probe found, the model's buffers and its identity; knows nothing of chunks, stores or text.
 """
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-import inspect
 import json
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
-from kvboost_rag.engine import attention
-from kvboost_rag.engine.cache import SlotCache
+from kvboost_rag.engine import attention, compat
+from kvboost_rag.engine.attention import Capture, Plan
+from kvboost_rag.engine.cache import Slab, SlotCache
+from kvboost_rag.engine.capabilities import Capabilities
+from kvboost_rag.engine.probe import probe
 from kvboost_rag.engine.rope import Rope
-from kvboost_rag.errors import ClosedEngineError, UnsupportedModelError
+from kvboost_rag.engine.runner import Runner
+from kvboost_rag.errors import ClosedEngineError
 
-FORMAT_VERSION = 1
-
-# Model types whose keys are plain half-split rotary keys in every layer, and rope types whose frequencies are fixed.
-SERVED_MODEL_TYPES = ("llama", "qwen2")
-SERVED_ROPE_TYPES = ("default", "linear", "llama3")
+FORMAT_VERSION = 2
 
 
 class Model:
@@ -33,42 +30,80 @@ class Model:
 
     def __init__(self, model: Any, salt: bytes = b"", stock_attention: bool = False):
         """``salt`` goes into the fingerprint (tokenizer, tenant). ``stock_attention`` keeps the model's own attention
-        in fused forwards too: the slow truth the tests compare with, and the path on devices where ours is unmeasured.
+        in fused forwards too: the slow truth the tests compare with.
 
-        Raises UnsupportedModelError.
+        Raises UnsupportedModelError; the model is then what it was.
         """
-        config = model.config
-        self.rope = _rope_of(model)
-        self.module = model.eval()
-        self.num_layers: int = config.num_hidden_layers
-        self.kv_heads: int = config.num_key_value_heads or config.num_attention_heads
-        self.head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        self.context_tokens: int = config.max_position_embeddings
-        self.dtype: torch.dtype = model.dtype
-        self.device: torch.device = model.device
-        self.fingerprint = _fingerprint(model, salt)
-        self.stock_attention = stock_attention or self.device.type != "cpu"
-        parameters = inspect.signature(model.forward).parameters
-        self.cache_argument = "cache" if "cache" in parameters else "past_key_values"
-        self._keep_argument = "logits_to_keep" if "logits_to_keep" in parameters else "num_logits_to_keep"
-        self._spare: tuple[torch.Tensor, torch.Tensor] | None = None
+        self.module = model
+        self._uninstall: Callable[[], None] | None = _install(model)
+        training = model.training
+        model.eval()
+        try:
+            self._runner = Runner(model)
+            self._hooks = [part.register_forward_pre_hook(_forget) for part in model.modules() if _is_dynamic(part)]
+            self._probed = probe(self._runner)
+        except BaseException:
+            self.close()
+            model.train(training)
+            raise
+        self.capabilities: Capabilities = self._probed.capabilities
+        self.dtype, self.device = self._runner.dtype, self._runner.device
+        self.devices = self._probed.devices  # of each layer's KV
+        self.num_layers = len(self.devices)
+        self.kv_heads, self.head_dim = self.capabilities.kv_heads, self.capabilities.head_dim
+        self.context_tokens = _context_tokens(compat.text_config(model))
+        self.cache_argument = self._runner.names.cache
+        self.stock_attention = stock_attention
+        self._ropes: dict[int, Rope] = {}
+        self._identity = _fingerprint(model, salt)
+        self._spare: tuple[Slab, ...] | None = None
         self._spare_lock = threading.Lock()
-        self._uninstall: Callable[[], None] | None = attention.install(model)
 
     @property
     def bytes_per_token(self) -> int:
         """Raw KV bytes of one token: keys and values of every layer."""
         return 2 * self.num_layers * self.kv_heads * self.head_dim * self.dtype.itemsize
 
+    # What depends on the length of the prompt, for ropes that change with it
+
+    def regime(self, num_tokens: int) -> int:
+        """Which frequencies a prompt of ``num_tokens`` is computed with; 0 everywhere for most models."""
+        switch = self.capabilities.switch
+        return 0 if switch is None else switch.regime(num_tokens)
+
+    def lasting(self, num_tokens: int) -> bool:
+        """Whether KV of a prompt of ``num_tokens`` can be of use to another one."""
+        switch = self.capabilities.switch
+        return switch is None or switch.lasting(num_tokens)
+
+    def fingerprint(self, num_tokens: int = 0) -> bytes:
+        """Identity of everything KV depends on besides the tokens, in a prompt of ``num_tokens``."""
+        regime = self.regime(num_tokens)
+        return hashlib.sha256(self._identity + f"regime {regime}".encode()).digest() if regime else self._identity
+
+    def rope(self, num_tokens: int = 0) -> Rope:
+        """The rotation in a prompt of ``num_tokens``. Past a switch it is asked of the model: the caller holds the
+        engine's lock."""
+        regime = self.regime(num_tokens)
+        if regime not in self._ropes:
+            if self.capabilities.switch is not None:
+                position = torch.tensor([num_tokens - 1 if regime else 0])
+                cache = self.new_cache(1)
+                self.forward(torch.tensor([0]), cache, position)
+            if not self.lasting(num_tokens):
+                return self._probed.rope()
+            self._ropes[regime] = self._probed.rope()
+        return self._ropes[regime]
+
+    # Buffers
+
     def new_cache(self, capacity: int) -> SlotCache:
         """A buffer for ``capacity`` tokens, contents undefined; a recycled one if it is large enough."""
         with self._spare_lock:
             spare, self._spare = self._spare, None
-        if spare is not None and spare[0].shape[2] >= capacity:
-            keys, values = (side[:, :, :capacity] for side in spare)
-            return SlotCache(keys, values, whole=spare)
-        shape = (self.num_layers, self.kv_heads, capacity, self.head_dim)
-        return SlotCache.allocate(shape, self.dtype, self.device)
+        if spare is not None and spare[0].capacity >= capacity:
+            return SlotCache([slab.window(0, capacity) for slab in spare], whole=spare)
+        return SlotCache.allocate(self.devices, (self.kv_heads, capacity, self.head_dim), self.dtype)
 
     def recycle(self, cache: Any) -> None:
         """Give back a buffer nobody looks at any more: touching fresh memory costs as much as laying KV into it.
@@ -79,67 +114,83 @@ class Model:
             with self._spare_lock:
                 self._spare = cache.whole
 
+    # Forwards
+
+    def forward(
+        self, ids: torch.Tensor, cache: Any, positions: torch.Tensor | None = None, num_logits: int = 1
+    ) -> torch.Tensor:
+        """``ids`` (num_tokens,) behind what ``cache`` holds. Returns the last ``num_logits`` rows of logits,
+        (num_logits, vocab) float32."""
+        self._check_open()
+        return self._runner(ids, cache, positions, num_logits=num_logits)
+
+    def scattered(
+        self,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        cache: SlotCache,
+        num_logits: int = 1,
+        hidden: torch.Tensor | None = None,
+        capture: Capture | None = None,
+    ) -> torch.Tensor:
+        """``ids`` (num_tokens,) at ascending ``positions`` (num_tokens,), each into its slot of ``cache``."""
+        self._check_open()
+        plan = Plan(positions.to(self.device), self.dtype, hidden, capture, stock=self.stock_attention and not capture)
+        return self._runner.scattered(ids, cache, plan, num_logits)
+
+    def _check_open(self) -> None:
+        if self._uninstall is None:
+            raise ClosedEngineError("this engine was closed; build a new one")
+        if self.capabilities.planned and not attention.is_installed(self.module):
+            raise RuntimeError(
+                "the model's attention implementation was changed while an engine serves it; "
+                "close the engine before calling set_attn_implementation"
+            )
+
     def close(self) -> None:
         if self._uninstall is not None:
             self._uninstall()
             self._uninstall = None
             self._spare = None
-
-    @torch.no_grad()
-    def forward(
-        self,
-        ids: torch.Tensor,
-        cache: Any,
-        positions: torch.Tensor | None = None,
-        mask: torch.Tensor | None = None,
-        plan: attention.Plan | None = None,
-        num_logits: int = 1,
-    ) -> torch.Tensor:
-        """One call of the model on ``ids`` (num_tokens,). Returns the last ``num_logits`` rows, (num_logits, vocab)
-        float32: projecting only those is the last-logit saving of the paper's section 5.
-
-        With a ``plan``, ``positions`` (num_tokens,) ascending and ``mask`` as ``attention.full_mask`` makes it.
-        """
-        if self._uninstall is None:
-            raise ClosedEngineError("this engine was closed; build a new one")
-        if plan is not None and not attention.is_installed(self.module):
-            raise RuntimeError(
-                "the model's attention implementation was changed while an engine serves it; "
-                "close the engine before calling set_attn_implementation"
-            )
-        arguments: dict[str, Any] = {
-            "input_ids": ids.to(self.device)[None],
-            "use_cache": True,
-            self.cache_argument: cache,
-            self._keep_argument: num_logits,
-        }
-        if positions is not None:
-            arguments["position_ids"] = positions.to(self.device)[None]
-        if mask is not None:
-            arguments["attention_mask"] = mask
-        with attention.planned(plan) if plan is not None else contextlib.nullcontext():
-            logits: torch.Tensor = self.module(**arguments).logits
-        return logits[0, -num_logits:].float()
+            for hook in getattr(self, "_hooks", ()):
+                hook.remove()
 
 
-def _rope_of(model: Any) -> Rope:
-    config = model.config
-    if config.model_type not in SERVED_MODEL_TYPES:
-        raise UnsupportedModelError(
-            f"{type(model).__name__} (model_type {config.model_type!r}) is not served; "
-            f"model types that are: {', '.join(SERVED_MODEL_TYPES)}"
-        )
-    parameters = getattr(config, "rope_parameters", None) or {}
-    rope_type = parameters.get("rope_type", "default")
-    if rope_type not in SERVED_ROPE_TYPES:
-        raise UnsupportedModelError(
-            f"rope type {rope_type!r} of {type(model).__name__} is not served; those that are: "
-            f"{', '.join(SERVED_ROPE_TYPES)}"
-        )
-    if getattr(config, "use_sliding_window", False):
-        raise UnsupportedModelError(f"{type(model).__name__} uses sliding-window attention, which is not served")
-    rotary = next(m for m in model.modules() if isinstance(getattr(m, "inv_freq", None), torch.Tensor))
-    return Rope(rotary.inv_freq.detach().float().cpu())
+def _install(model: Any) -> Callable[[], None]:
+    """Try to give ``model`` an attention that can follow plans; the probe sees whether it does."""
+    try:
+        return attention.install(model)
+    except (ValueError, AttributeError, KeyError, NotImplementedError):
+        return lambda: None
+
+
+def _is_dynamic(part: torch.nn.Module) -> bool:
+    kinds = getattr(part, "rope_type", "")
+    return any("dynamic" in kind for kind in (kinds.values() if isinstance(kinds, dict) else [str(kinds)]))
+
+
+def _forget(part: Any, arguments: Any) -> None:
+    """Before a forward of a dynamic rope: it keeps the frequencies of the longest sequence it has seen, so what a
+    prompt gives would depend on the prompts before it. Start from the original ones, as a fresh model does."""
+    for name in [n for n in part.__dict__ | part._buffers if n.endswith("original_inv_freq")]:
+        own = getattr(part, name.replace("original_", ""))
+        setattr(part, name.replace("original_", ""), getattr(part, name).to(own.device))
+        longest = name.replace("original_inv_freq", "max_seq_len_cached")
+        if hasattr(part, longest):
+            setattr(part, longest, part.original_max_seq_len)
+
+
+def _context_tokens(config: Any) -> int:
+    """Tokens a prompt and its answer may have; scaled ropes reach further than the length they were trained for."""
+    longest = int(config.max_position_embeddings)
+    for parameters in compat.rope_parameters(config):
+        factor = float(parameters.get("factor") or 1)
+        if "dynamic" in parameters["rope_type"]:
+            longest = max(longest, int(config.max_position_embeddings * factor))
+        elif parameters["rope_type"] == "yarn":
+            original = parameters.get("original_max_position_embeddings") or 0
+            longest = max(longest, int(original * factor))
+    return longest
 
 
 def _fingerprint(model: Any, salt: bytes) -> bytes:
@@ -151,8 +202,17 @@ def _fingerprint(model: Any, salt: bytes) -> bytes:
     digest = hashlib.sha256(f"format {FORMAT_VERSION} {model.dtype}".encode() + salt)
     config = {k: v for k, v in model.config.to_dict().items() if not k.startswith("_") and k != "transformers_version"}
     digest.update(json.dumps(config, sort_keys=True, default=str).encode())
-    for name, parameter in model.named_parameters():
+    for name, parameter in _weights(model):
         flat = parameter.detach().reshape(-1)
         sample = flat[:: max(1, flat.numel() // 32)][:32].float().cpu()
         digest.update(f"{name} {tuple(parameter.shape)}".encode() + sample.numpy().tobytes())
     return digest.digest()
+
+
+def _weights(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Names and values of all parameters, those that ``accelerate`` keeps elsewhere included."""
+    for path, part in model.named_modules():
+        elsewhere = getattr(getattr(part, "_hf_hook", None), "weights_map", None)
+        for name, parameter in part.named_parameters(recurse=False):
+            value = elsewhere[name] if parameter.is_meta and elsewhere is not None else parameter
+            yield f"{path}.{name}", value

@@ -17,43 +17,60 @@ import torch
 class Rope:
     """The rotation of one model.
 
-    ``inv_freq``: (rotary_dim / 2,) float32 angles per position. Channels [0, rotary_dim) rotate in half-split pairs
-    (i, i + rotary_dim / 2); channels behind them do not. A length factor baked into cached keys (yarn) stays theirs:
-    a rotation has length one.
+    ``inv_freq``: (rotary_dim / 2,) float32 angles per position, or (layers, rotary_dim / 2) where layers differ (local
+    and global bases; a layer without rotation has zeros). Channels [0, rotary_dim) rotate in pairs: (i, i +
+    rotary_dim / 2), or (2i, 2i + 1) if ``interleaved``; channels behind them do not. A length factor baked into cached
+    keys (yarn) stays theirs: a rotation has length one.
     """
 
     inv_freq: torch.Tensor
+    interleaved: bool = False
 
     @property
     def rotary_dim(self) -> int:
-        return 2 * self.inv_freq.shape[0]
+        return 2 * self.inv_freq.shape[-1]
+
+    def of_layers(self, first: int, last: int) -> Rope:
+        """The same for layers [first, last) only."""
+        if self.inv_freq.dim() == 1:
+            return self
+        return Rope(self.inv_freq[first:last], self.interleaved)
 
     def angles(self, distance: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosine and sine of a move by ``distance`` tokens, each (rotary_dim / 2,) float32."""
+        """Cosine and sine of a move by ``distance`` tokens, float32, for (layers, kv_heads, tokens, pairs)."""
         # float64 keeps long distances exact: at 100,000 tokens a float32 angle is off by 0.004.
         angle = self.inv_freq.double() * distance
+        if angle.dim() == 2:
+            angle = angle[:, None, None, :]
         return angle.cos().float().to(device), angle.sin().float().to(device)
+
+    def pairs(self, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Views of the first and the second channel of every pair, (..., rotary_dim / 2) each."""
+        if self.interleaved:
+            return keys[..., 0 : self.rotary_dim : 2], keys[..., 1 : self.rotary_dim : 2]
+        half = self.rotary_dim // 2
+        return keys[..., :half], keys[..., half : 2 * half]
 
 
 def move(keys: torch.Tensor, distance: int, rope: Rope, out: torch.Tensor | None = None) -> torch.Tensor:
     """Keys of the same tokens ``distance`` positions later (earlier if negative).
 
-    ``keys``: (..., tokens, head_dim), any float dtype; computed in float32. ``out`` receives the result and is
-    returned, else a new tensor. A distance of zero copies the bits.
+    ``keys``: (layers, kv_heads, tokens, head_dim), any float dtype; computed in float32. ``out`` receives the result
+    and is returned, else a new tensor. A distance of zero copies the bits.
     """
     if out is None:
         out = torch.empty_like(keys)
     if distance == 0:
         return out.copy_(keys)
-    half = rope.rotary_dim // 2
     cos, sin = rope.angles(distance, keys.device)
-    first, second = keys[..., :half].float(), keys[..., half : 2 * half].float()
+    first, second = (half.float() for half in rope.pairs(keys))
+    first_out, second_out = rope.pairs(out)
     if out.dtype == torch.float32:
-        torch.mul(first, cos, out=out[..., :half]).addcmul_(second, sin, value=-1)
-        torch.mul(second, cos, out=out[..., half : 2 * half]).addcmul_(first, sin)
+        torch.mul(first, cos, out=first_out).addcmul_(second, sin, value=-1)
+        torch.mul(second, cos, out=second_out).addcmul_(first, sin)
     else:
-        out[..., :half] = first * cos - second * sin
-        out[..., half : 2 * half] = second * cos + first * sin
-    if 2 * half < keys.shape[-1]:
-        out[..., 2 * half :] = keys[..., 2 * half :]
+        first_out.copy_(first * cos - second * sin)
+        second_out.copy_(second * cos + first * sin)
+    if rope.rotary_dim < keys.shape[-1]:
+        out[..., rope.rotary_dim :] = keys[..., rope.rotary_dim :]
     return out

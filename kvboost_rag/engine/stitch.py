@@ -21,8 +21,12 @@ def stitch(assembled: Assembled, cache: SlotCache, codec: Codec, rope: Rope) -> 
         if placement.entry is None:
             continue
         kv = codec.decode(placement.entry.packed)
-        keys, values = cache.window(placement.chunk.start, placement.chunk.end)
-        move(kv.keys.to(keys.device, non_blocking=True), placement.chunk.start - kv.position, rope, out=keys)
-        values.copy_(kv.values, non_blocking=True)
+        distance = placement.chunk.start - kv.position
+        for slab in cache.slabs:
+            target = slab.window(placement.chunk.start, placement.chunk.end)
+            keys, values = kv.keys[slab.first : slab.last], kv.values[slab.first : slab.last]
+            keys = keys.to(slab.device, non_blocking=True)
+            move(keys, distance, rope.of_layers(slab.first, slab.last), out=target.keys)
+            target.values.copy_(values, non_blocking=True)
         moved_bytes += kv.num_bytes
     return moved_bytes

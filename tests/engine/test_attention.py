@@ -7,7 +7,7 @@ import torch
 from conftest import build_model
 
 from kvboost_rag.engine import attention
-from kvboost_rag.engine.attention import Capture, block_attention, full_mask, make_plan
+from kvboost_rag.engine.attention import Capture, Plan, block_attention
 
 NUM_KEYS, HEAD_DIM = 300, 16
 
@@ -44,9 +44,11 @@ def test_equals_the_reference(heads: int, kv_heads: int, where: str, captured: b
     positions = POSITIONS[where]
     query, key, value = inputs(heads, kv_heads, positions)
     capture = Capture(NUM_KEYS) if captured else None
-    plan = make_plan(positions, torch.float32, capture=capture)
+    plan = Plan(positions, torch.float32, capture=capture)
     result = block_attention(query, key, value, plan, 0.3, layer=0)
-    expected, probabilities = reference(query, key, value, full_mask(positions, NUM_KEYS, torch.float32), 0.3)
+    expected, probabilities = reference(
+        query, key, value, Plan(positions, torch.float32).full_mask(None, NUM_KEYS, torch.device("cpu")), 0.3
+    )
     torch.testing.assert_close(result, expected, atol=1e-5, rtol=0)
     if capture is not None:
         torch.testing.assert_close(capture.scores, probabilities.amax((0, 1, 2)), atol=1e-5, rtol=0)
@@ -57,7 +59,7 @@ def test_hidden_slots_are_seen_by_no_query() -> None:
     query, key, value = inputs(4, 2, positions)
     hidden = torch.zeros(NUM_KEYS, dtype=torch.bool)
     hidden[20:90] = True
-    plan = make_plan(positions, torch.float32, hidden)
+    plan = Plan(positions, torch.float32, hidden)
     before = block_attention(query, key, value, plan, 0.3, layer=0)
     key[:, :, 20:90], value[:, :, 20:90] = 7.0, -7.0
     torch.testing.assert_close(block_attention(query, key, value, plan, 0.3, layer=0), before)
@@ -66,10 +68,12 @@ def test_hidden_slots_are_seen_by_no_query() -> None:
 def test_only_the_counted_queries_count_and_layers_add_up() -> None:
     positions = torch.arange(NUM_KEYS - 100, NUM_KEYS)  # more than one block
     query, key, value = inputs(4, 2, positions)
-    _, probabilities = reference(query, key, value, full_mask(positions, NUM_KEYS, torch.float32), 0.3)
+    _, probabilities = reference(
+        query, key, value, Plan(positions, torch.float32).full_mask(None, NUM_KEYS, torch.device("cpu")), 0.3
+    )
     for first_query in (0, 10, 70, 99):
         capture = Capture(NUM_KEYS, first_query)
-        plan = make_plan(positions, torch.float32, capture=capture)
+        plan = Plan(positions, torch.float32, capture=capture)
         for layer in (0, 1):
             block_attention(query, key, value, plan, 0.3, layer)
         expected = 2 * probabilities[:, :, first_query:].amax((0, 1, 2))

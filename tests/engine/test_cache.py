@@ -6,7 +6,7 @@ import torch
 from conftest import build_model
 from transformers import DynamicCache
 
-from kvboost_rag.engine.cache import SlotCache
+from kvboost_rag.engine.cache import Slab, SlotCache
 from kvboost_rag.engine.model import Model
 
 
@@ -14,11 +14,11 @@ def test_appending_equals_a_dynamic_cache_and_keeps_the_buffer() -> None:
     model = Model(build_model())
     ids = torch.randint(5, 300, (40,))
     ours, theirs = model.new_cache(64), DynamicCache()
-    address = ours.buffer_keys.data_ptr()
+    address = ours.slabs[0].keys.data_ptr()
     for piece in (ids[:25], ids[25:26], ids[26:]):
         assert torch.equal(model.forward(piece, ours), model.forward(piece, theirs))
     assert ours.get_seq_length() == 40
-    assert ours.buffer_keys.data_ptr() == address
+    assert ours.slabs[0].keys.data_ptr() == address
     for layer, stock in zip(ours.layers, theirs.layers, strict=True):
         assert torch.equal(layer.keys, stock.keys)
         assert torch.equal(layer.values, stock.values)
@@ -41,7 +41,7 @@ def _filled(model: Model, ids: torch.Tensor) -> DynamicCache:
 
 
 def test_scattered_rows_go_to_their_slots_and_the_length_stays() -> None:
-    cache = SlotCache(torch.zeros(2, 3, 8, 4), torch.zeros(2, 3, 8, 4))
+    cache = SlotCache([Slab(0, torch.zeros(2, 3, 8, 4), torch.zeros(2, 3, 8, 4))])
     cache.set_length(8)
     rows = torch.randn(1, 3, 2, 4)
     with cache.scattering(torch.tensor([1, 6])):
@@ -53,10 +53,10 @@ def test_scattered_rows_go_to_their_slots_and_the_length_stays() -> None:
 
 
 def test_a_copy_shares_nothing_with_the_buffer() -> None:
-    cache = SlotCache(torch.randn(2, 3, 8, 4), torch.randn(2, 3, 8, 4))
+    cache = SlotCache([Slab(0, torch.randn(2, 3, 8, 4), torch.randn(2, 3, 8, 4))])
     kv = cache.copy_out(2, 5)
     before = kv.keys.clone()
-    cache.buffer_keys.zero_()
+    cache.slabs[0].keys.zero_()
     assert torch.equal(kv.keys, before)
     assert (kv.position, kv.num_tokens) == (2, 3)
     assert kv.keys.is_contiguous()

@@ -199,8 +199,8 @@ def test_moved_keys_are_the_keys_of_the_document_alone_at_its_new_place() -> Non
         alone.zero_slots(torch.arange(start))
         fused_forward(engine.model, torch.tensor((0,) * start + A.ids), positions, alone, hidden=hidden)
     there = slice(start, start + len(A.ids))
-    assert_same(moved.cache.buffer_keys[:, :, there], alone.buffer_keys[:, :, there])
-    assert_same(moved.cache.buffer_values[:, :, there], alone.buffer_values[:, :, there])
+    assert_same(moved.cache.slabs[0].keys[:, :, there], alone.slabs[0].keys[:, :, there])
+    assert_same(moved.cache.slabs[0].values[:, :, there], alone.slabs[0].values[:, :, there])
 
 
 def test_a_document_warmed_late_in_a_long_context_moves_to_the_front() -> None:
@@ -219,8 +219,8 @@ def test_exact_reuse_in_bfloat16_gives_the_same_bits() -> None:
     first, second = prefill(engine, segments), prefill(engine, segments)
     end = len(HEADER.ids) + len(A.ids)
     assert second.report.num_exact_tokens == end
-    assert torch.equal(second.cache.buffer_keys[:, :, :end], first.cache.buffer_keys[:, :, :end])
-    assert torch.equal(second.cache.buffer_values[:, :, :end], first.cache.buffer_values[:, :, :end])
+    assert torch.equal(second.cache.slabs[0].keys[:, :, :end], first.cache.slabs[0].keys[:, :, :end])
+    assert torch.equal(second.cache.slabs[0].values[:, :, :end], first.cache.slabs[0].values[:, :, :end])
 
 
 def test_stored_kv_never_changes() -> None:
@@ -280,7 +280,7 @@ def test_entries_of_another_model_never_match() -> None:
 
 def test_assembling_looks_every_chunk_up_on_its_own() -> None:
     engine = warmed()
-    assembled = assemble(GAPS["new between"], engine.store, engine.model.fingerprint, 16)
+    assembled = assemble(GAPS["new between"], engine.store, engine.model.fingerprint(), 16)
     found = [(p.chunk.document, p.fidelity) for p in assembled.placements]
     assert found == [
         (False, Fidelity.MISS),
