@@ -10,6 +10,8 @@ import pytest
 import torch
 
 from kvboost_rag import KVBoost, Prompt
+from kvboost_rag.engine.repair import FullRepair
+from kvboost_rag.engine.types import Segment
 from kvboost_rag.rag import RAG
 
 DATA = Path(__file__).parents[2] / "examples" / "data"
@@ -81,6 +83,20 @@ def test_rotation_matters(boost: KVBoost, monkeypatch: pytest.MonkeyPatch) -> No
     rotated = error()
     monkeypatch.setattr(model, "rope", lambda num_tokens: Rope(torch.zeros_like(own.inv_freq)))
     assert error() > rotated
+
+
+def test_a_prompt_without_its_first_token_is_reused_as_it_is(boost: KVBoost) -> None:
+    """Attention rests on the first token, whatever it is; toy models hide it when its KV is another's."""
+    segments = boost.segments(boost.prompt([cut(PASSAGES[name]) for name in list(PASSAGES)[:2]], "Who?"))
+    trimmed = [Segment(segments[0].ids[1:]), *segments[1:]]
+    engine = boost.engine
+    with engine.lock:
+        for prompt in (segments, trimmed, segments, trimmed):
+            expected = engine.prefill(prompt, FullRepair(), "baseline").logits
+            result = engine.prefill(prompt, FullRepair())
+            engine.keep(result)
+            torch.testing.assert_close(result.logits, expected, atol=1e-3, rtol=0)
+    assert result.report.num_exact_tokens > 0
 
 
 def test_a_document_in_three_places_and_orders_hits_and_full_repair_is_exact(boost: KVBoost) -> None:
