@@ -137,7 +137,7 @@ class Warmer:
             primers.append(front)
         with self._engine.lock:
             context = self._context(document, opening, primers)
-            put = self._engine.warm(context, Segment(document.ids, document=True), pinned)
+            put = self._engine.warm(context, Segment(document.ids, document=True), pinned, document.text)
         report.num_evicted += sum(entry.warmed for entry in put.evicted)
         if not put.stored:
             report.num_rejected += 1

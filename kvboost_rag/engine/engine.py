@@ -27,6 +27,7 @@ from kvboost_rag.engine.keys import content_hash
 from kvboost_rag.engine.lock import FairLock
 from kvboost_rag.engine.model import Model
 from kvboost_rag.engine.repair import BoundaryRepair, Repair, RepairView
+from kvboost_rag.engine.rope import displace
 from kvboost_rag.engine.stitch import stitch
 from kvboost_rag.engine.store import Entry, Put, Store
 from kvboost_rag.engine.types import DocumentReport, Fidelity, Report, Segment, total_tokens
@@ -86,7 +87,7 @@ class Engine:
         with _timed(report, "stitch"):
             cache = self.model.new_cache(num_tokens + max_new_tokens)
             cache.cancel_when(cancelled)
-            report.moved_bytes = stitch(assembled, cache, self.codec, self.model.rope(num_tokens))
+            report.moved_bytes = stitch(assembled, cache, self.model.rope(num_tokens))
         live = assembled.live_positions()
         with _timed(report, "repair"):
             repaired, num_done = self._repaired(assembled, live, cache, repair)
@@ -156,15 +157,19 @@ class Engine:
             exact = exact and placement.fidelity is not Fidelity.APPROXIMATE
             opening = opening and not placement.chunk.document
             if placement.entry is None and (placement.chunk.document or opening):
-                put = self._put(placement, prefilled.cache, exact=exact)
+                put = self._put(placement, prefilled.cache, prefilled.assembled.num_tokens, exact=exact)
                 prefilled.report.num_stored_tokens += len(placement.chunk) if put.stored else 0
 
-    def _put(self, placement: Placement, cache: SlotCache, **flags: bool) -> Put:
+    def _put(self, placement: Placement, cache: SlotCache, num_tokens: int, **flags: Any) -> Put:
+        """Keep the KV of one chunk of a prompt of ``num_tokens``."""
         kv = cache.copy_out(placement.chunk.start, placement.chunk.end)
+        if self.codec.position_free and kv.position is not None:
+            kv = replace(kv, keys=displace(kv.keys, kv.position, self.model.rope(num_tokens)), position=None)
         ids = np.asarray(placement.chunk.ids, dtype=np.int64)
-        return self.store.put(Entry(placement.keys, ids, self.codec.encode(kv), **flags))
+        importance = float(kv.keys.float().norm(dim=-1).mean())
+        return self.store.put(Entry(placement.keys, ids, self.codec.encode(kv), importance=importance, **flags))
 
-    def warm(self, context: Sequence[Segment], document: Segment, pinned: bool = False) -> Put:
+    def warm(self, context: Sequence[Segment], document: Segment, pinned: bool = False, text: str = "") -> Put:
         """Run ``document`` behind ``context`` and keep its KV (paper: ``warm``).
 
         What is new of the context is kept too, as a by-product: one that many documents share is computed once. A
@@ -180,16 +185,16 @@ class Engine:
         target = replace(target, fidelity=Fidelity.MISS, entry=None)
         assembled = replace(assembled, placements=(*before, target))
         cache = self.model.new_cache(assembled.num_tokens)
-        stitch(assembled, cache, self.codec, self.model.rope(num_tokens))
+        stitch(assembled, cache, self.model.rope(num_tokens))
         fused_forward(self.model, assembled.ids, assembled.live_positions(), cache)
         exact = True
         for placement in before:
             exact = exact and placement.fidelity is not Fidelity.APPROXIMATE
             if placement.entry is None and exact:
-                self._put(placement, cache, exact=True)
+                self._put(placement, cache, num_tokens, exact=True)
         if not self.model.lasting(num_tokens):
             return Put(stored=False)
-        return self._put(target, cache, exact=exact, warmed=True, pinned=pinned)
+        return self._put(target, cache, num_tokens, exact=exact, warmed=True, pinned=pinned, text=text)
 
     def content_key(self, ids: Sequence[int]) -> bytes:
         """Under which a document of these ``ids`` is kept, whatever stands before it."""

@@ -36,12 +36,12 @@ class Rope:
             return self
         return Rope(self.inv_freq[first:last], self.interleaved)
 
-    def angles(self, distance: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosine and sine of a move by ``distance`` tokens, float32, for (layers, kv_heads, tokens, pairs)."""
+    def angles(self, distances: torch.Tensor, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosine and sine of moves by ``distances`` (tokens,), float32, for (layers, kv_heads, tokens, pairs)."""
         # float64 keeps long distances exact: at 100,000 tokens a float32 angle is off by 0.004.
-        angle = self.inv_freq.double() * distance
-        if angle.dim() == 2:
-            angle = angle[:, None, None, :]
+        angle = distances.double()[:, None] * self.inv_freq.double()[..., None, :]
+        if angle.dim() == 3:
+            angle = angle[:, None]
         return angle.cos().float().to(device), angle.sin().float().to(device)
 
     def pairs(self, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -58,11 +58,25 @@ def move(keys: torch.Tensor, distance: int, rope: Rope, out: torch.Tensor | None
     ``keys``: (layers, kv_heads, tokens, head_dim), any float dtype; computed in float32. ``out`` receives the result
     and is returned, else a new tensor. A distance of zero copies the bits.
     """
+    if distance == 0:
+        return (torch.empty_like(keys) if out is None else out).copy_(keys)
+    return _turn(keys, torch.tensor([distance]), rope, out)
+
+
+def place(keys: torch.Tensor, position: int, rope: Rope, out: torch.Tensor | None = None) -> torch.Tensor:
+    """Keys without rotation, given that of ``[position, position + tokens)``. As ``move`` otherwise."""
+    return _turn(keys, torch.arange(position, position + keys.shape[-2]), rope, out)
+
+
+def displace(keys: torch.Tensor, position: int, rope: Rope) -> torch.Tensor:
+    """Undo ``place``: keys at ``[position, position + tokens)`` without their rotation."""
+    return _turn(keys, -torch.arange(position, position + keys.shape[-2]), rope, None)
+
+
+def _turn(keys: torch.Tensor, distances: torch.Tensor, rope: Rope, out: torch.Tensor | None) -> torch.Tensor:
     if out is None:
         out = torch.empty_like(keys)
-    if distance == 0:
-        return out.copy_(keys)
-    cos, sin = rope.angles(distance, keys.device)
+    cos, sin = rope.angles(distances, keys.device)
     first, second = (half.float() for half in rope.pairs(keys))
     first_out, second_out = rope.pairs(out)
     if out.dtype == torch.float32:

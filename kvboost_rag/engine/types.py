@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -58,12 +58,13 @@ class KV:
     """Keys and values of consecutive tokens, all layers.
 
     ``keys`` and ``values``: (layers, kv_heads, tokens, head_dim). Keys carry the rotation of the positions
-    ``[position, position + tokens)``.
+    ``[position, position + tokens)``; or none at all if ``position`` is None.
     """
 
+    codec: ClassVar[str] = "raw"  # as what a codec keeps, it is its own packing
     keys: torch.Tensor
     values: torch.Tensor
-    position: int
+    position: int | None
 
     @property
     def num_tokens(self) -> int:

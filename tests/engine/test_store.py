@@ -25,6 +25,7 @@ class Weight:
     """KV of which only the size matters."""
 
     num_bytes: int
+    codec: str = "raw"
 
 
 def keys_of(ids: tuple[int, ...], behind: bytes = b"") -> ChunkKeys:

@@ -3,6 +3,6 @@
 from kvboost_rag.engine.codecs.base import Codec, Packed
 from kvboost_rag.engine.codecs.raw import RawCodec
 
-CODECS: dict[str, type[Codec]] = {"raw": RawCodec}
+CODECS: dict[str, Codec] = {codec.name: codec for codec in (RawCodec(),)}
 
 __all__ = ["CODECS", "Codec", "Packed", "RawCodec"]

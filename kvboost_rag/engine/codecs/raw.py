@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import ClassVar
 
-from kvboost_rag.engine.codecs.base import Codec, Packed
+import torch
+
+from kvboost_rag.engine.codecs.base import Codec
 from kvboost_rag.engine.types import KV
 
 
@@ -17,6 +20,15 @@ class RawCodec(Codec):
     def encode(self, kv: KV) -> KV:
         return kv
 
-    def decode(self, packed: Packed) -> KV:
-        assert isinstance(packed, KV)
+    def decode(self, packed: KV) -> KV:
         return packed
+
+    def dump(self, packed: KV) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+        position = "" if packed.position is None else str(packed.position)
+        return {"keys": packed.keys.contiguous(), "values": packed.values.contiguous()}, {"position": position}
+
+    def load(self, tensors: Mapping[str, torch.Tensor], facts: Mapping[str, str]) -> KV:
+        keys, values = tensors["keys"], tensors["values"]
+        if keys.dim() != 4 or keys.shape[:3] != values.shape[:3] or keys.dtype != values.dtype:
+            raise ValueError(f"keys {tuple(keys.shape)} and values {tuple(values.shape)} do not belong together")
+        return KV(keys, values, int(facts["position"]) if facts["position"] else None)

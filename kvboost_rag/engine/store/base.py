@@ -22,6 +22,8 @@ class Entry:
 
     ``exact`` says that the KV came from a full computation behind exactly the prefix of ``keys.prefix``; any other KV
     can only be found by its content. ``warmed`` entries were ingested on purpose; the rest are by-products of prompts.
+    ``importance``: mean length of the keys (equation 6). ``text``: of a warmed document, so that a store opened again
+    can tell what to look for in prompts.
     """
 
     keys: ChunkKeys
@@ -30,6 +32,8 @@ class Entry:
     exact: bool
     warmed: bool = False
     pinned: bool = False
+    importance: float = 0.0
+    text: str = ""
     num_uses: int = 0
 
     @property
