@@ -145,13 +145,18 @@ class SlotCache(Cache):  # type: ignore[misc]
         self.slabs = tuple(slabs)
         self.whole = tuple(whole or slabs)
         self._stop_layer = self.slabs[-1].last
+        self._watch_layer: int | None = None
+        self.watched: torch.Tensor | None = None
         views = [(k[None], v[None]) for slab in self.slabs for k, v in zip(slab.keys, slab.values, strict=True)]
         super().__init__(layers=[SlotLayer(keys, values) for keys, values in views])
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> Any:
-        """As every cache's. Raises StopForwardError at the layer of ``stopping_at``."""
+        """As every cache's. Raises StopForwardError at the layer of ``stopping_at`` or ``watching``."""
+        if layer_idx == self._watch_layer:
+            self.watched = key_states
+            raise StopForwardError
         if layer_idx >= self._stop_layer:
             raise StopForwardError
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
@@ -165,6 +170,17 @@ class SlotCache(Cache):  # type: ignore[misc]
                 yield
         finally:
             self._stop_layer = len(self.layers)
+
+    @contextmanager
+    def watching(self, layer: int) -> Iterator[None]:
+        """A forward inside the context ends at ``layer``; the keys it computed there, (1, kv_heads, rows, head_dim),
+        are ``watched`` afterwards, not written."""
+        self._watch_layer = layer
+        try:
+            with suppress(StopForwardError):
+                yield
+        finally:
+            self._watch_layer = None
 
     @classmethod
     def allocate(cls, devices: Sequence[torch.device], shape: tuple[int, int, int], dtype: torch.dtype) -> SlotCache:

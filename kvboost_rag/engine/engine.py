@@ -21,12 +21,12 @@ from kvboost_rag.engine.cache import SlotCache, never
 from kvboost_rag.engine.capabilities import Reuse
 from kvboost_rag.engine.codecs import Codec, RawCodec
 from kvboost_rag.engine.config import EngineConfig
-from kvboost_rag.engine.forward import fused_forward, scout
+from kvboost_rag.engine.forward import fused_forward, key_deviation, scout
 from kvboost_rag.engine.generate import GenerationOptions, decode
 from kvboost_rag.engine.keys import content_hash
 from kvboost_rag.engine.lock import FairLock
 from kvboost_rag.engine.model import Model
-from kvboost_rag.engine.repair import BoundaryRepair, Repair, RepairView
+from kvboost_rag.engine.repair import BoundaryRepair, DeviationProbe, Repair, RepairView, Reused
 from kvboost_rag.engine.rope import displace
 from kvboost_rag.engine.stitch import stitch
 from kvboost_rag.engine.store import Entry, Put, Store
@@ -134,6 +134,8 @@ class Engine:
         spans = assembled.approximate_spans()
         if not spans:
             return torch.empty(0, dtype=torch.int64), 0
+        if repair.probe is not None:
+            return repair.select(RepairView(spans, deviation=self._deviation(assembled, spans, cache, repair.probe))), 0
         if not repair.needs_attention:
             return repair.select(RepairView(spans)), 0
         num_opening = int((live == torch.arange(len(live))).sum())
@@ -143,6 +145,13 @@ class Engine:
             fused_forward(self.model, assembled.ids, live[:num_opening], cache)
         attention = scout(self.model, assembled.ids, live[num_opening:], cache)
         return repair.select(RepairView(spans, attention)), num_opening
+
+    def _deviation(
+        self, assembled: Assembled, spans: Sequence[Reused], cache: SlotCache, probe: DeviationProbe
+    ) -> torch.Tensor | None:
+        if sum(map(len, spans)) < probe.min_hit_ratio * assembled.num_tokens:
+            return None
+        return key_deviation(self.model, assembled.ids, spans[-1].end, cache, probe.layer, probe.measure)
 
     def keep(self, prefilled: Prefilled) -> None:
         """Store what this prompt computed and a later one may reuse, under the fidelity it really has.

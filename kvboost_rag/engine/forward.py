@@ -15,6 +15,7 @@ from kvboost_rag.engine.attention import Capture
 from kvboost_rag.engine.cache import SlotCache
 from kvboost_rag.engine.capabilities import Reuse
 from kvboost_rag.engine.model import Model
+from kvboost_rag.engine.repair.base import MEASURES
 
 SCOUT_TOKENS = 256
 SCOUT_LAYERS = 2 / 3  # saves a third of the pass; its effect on the choice: benchmarks/NOTES.md
@@ -61,3 +62,26 @@ def scout(model: Model, ids: torch.Tensor, live: torch.Tensor, cache: SlotCache)
     with cache.stopping_at(math.ceil(SCOUT_LAYERS * model.num_layers)):
         fused_forward(model, ids, rows, cache, hidden=hidden.to(model.device), capture=capture)
     return capture.scores
+
+
+def key_deviation(
+    model: Model, ids: torch.Tensor, num_rows: int, cache: SlotCache, layer: int, measure: str
+) -> torch.Tensor:
+    """How far the keys that ``cache`` holds at ``layer`` are from fresh ones, (num_tokens,) float32, 0 from
+    ``num_rows`` on.
+
+    The first ``num_rows`` tokens are run through the layers before ``layer`` and up to its keys: ``layer`` / L of a
+    prefill. What that writes into the earlier layers of the buffer is what a prefill has there.
+    """
+    layer = min(layer, model.num_layers - 1)
+    if model.regime(ids.shape[0]):
+        num_rows = ids.shape[0]  # fewer would be computed with the frequencies of a shorter prompt
+    rows = torch.arange(num_rows)
+    with cache.watching(layer):
+        fused_forward(model, ids, rows, cache)
+    assert cache.watched is not None
+    fresh, held = (keys[0, :, :num_rows].transpose(0, 1).float() for keys in (cache.watched, cache.layers[layer].keys))
+    cache.watched = None
+    deviation = torch.zeros(ids.shape[0])
+    deviation[:num_rows] = MEASURES[measure](held, fresh).cpu()
+    return deviation

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import FrozenInstanceError, fields
+from dataclasses import FrozenInstanceError, fields, replace
 from typing import Any
 
 import pytest
@@ -36,7 +36,8 @@ SPANS: dict[str, list[tuple[int, int]]] = {
 def view(spans: Sequence[tuple[int, int]], attention: torch.Tensor | None = None) -> RepairView:
     if attention is None:
         attention = torch.rand(200, generator=torch.Generator().manual_seed(0))
-    return RepairView([Reused(*span) for span in spans], attention)
+    deviation = torch.rand(200, generator=torch.Generator().manual_seed(1))
+    return RepairView([Reused(*span) for span in spans], attention, deviation)
 
 
 def positions(spans: Sequence[tuple[int, int]]) -> list[int]:
@@ -63,8 +64,14 @@ class TestRepairContract:
         choices = {tuple(selected(strategy, spans, shown)) for shown in (attention, attention.flip(0))}
         assert (len(choices) > 1) is strategy.needs_attention
         if not strategy.needs_attention:
-            unasked = RepairView([Reused(*span) for span in spans])
+            unasked = replace(view(spans), attention=None)
             assert strategy.select(unasked).tolist() == selected(strategy, spans)
+
+    def test_it_looks_at_deviation_if_and_only_if_it_asks_for_a_probe(self, name: str):
+        strategy, shown = REPAIRS[name](), view(SPANS["apart"])
+        turned = replace(shown, deviation=shown.deviation.flip(0))
+        differs = strategy.select(shown).tolist() != strategy.select(turned).tolist()
+        assert differs is (strategy.probe is not None)
 
     def test_it_changes_nothing_it_was_shown(self, name: str):
         shown = view(SPANS["apart"])
@@ -194,7 +201,7 @@ def test_a_ratio_between_goes_to_the_strategy_and_leaves_its_other_options():
     assert resolve_repair(QueryRepair(0.1, num_first_tokens=2), 0.3) == QueryRepair(0.3, num_first_tokens=2)
 
 
-@pytest.mark.parametrize("name", sorted(set(REPAIRS) - {"query"}))
+@pytest.mark.parametrize("name", sorted(set(REPAIRS) - {"query", "deviation"}))
 def test_a_ratio_for_a_strategy_without_one_is_refused(name: str):
     with pytest.raises(OptionError, match=f"recompute_ratio=0.3.*{name!r}.*'query'"):
         resolve_repair(name, 0.3)

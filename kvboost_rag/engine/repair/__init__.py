@@ -1,7 +1,8 @@
 """Which reused tokens to recompute (paper, section 4.6). ``REPAIRS`` is the one list of strategies."""
 
-from kvboost_rag.engine.repair.base import Repair, RepairView, Reused, check_ratio
+from kvboost_rag.engine.repair.base import DeviationProbe, Repair, RepairView, Reused, check_ratio
 from kvboost_rag.engine.repair.boundary import BoundaryRepair
+from kvboost_rag.engine.repair.deviation import DeviationRepair
 from kvboost_rag.engine.repair.full import FullRepair
 from kvboost_rag.engine.repair.none import NoRepair
 from kvboost_rag.engine.repair.query import QueryRepair
@@ -10,6 +11,7 @@ from kvboost_rag.errors import OptionError
 REPAIRS: dict[str, type[Repair]] = {
     "none": NoRepair,
     "boundary": BoundaryRepair,
+    "deviation": DeviationRepair,
     "query": QueryRepair,
     "full": FullRepair,
 }
@@ -38,6 +40,8 @@ def resolve_repair(repair: str | Repair, recompute_ratio: float | None = None) -
 __all__ = [
     "REPAIRS",
     "BoundaryRepair",
+    "DeviationProbe",
+    "DeviationRepair",
     "FullRepair",
     "NoRepair",
     "QueryRepair",

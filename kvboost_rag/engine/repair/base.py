@@ -7,7 +7,7 @@ caches. Choosing is all a strategy does: executing the choice is the fused forwa
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -33,10 +33,13 @@ class RepairView:
 
     ``attention``: (num_prompt_tokens,) float32, how much the question attends to each position (the largest
     probability of any head and question token, summed over layers); None unless the strategy ``needs_attention``.
+    ``deviation``: (num_prompt_tokens,) float32, how far the reused key of each position is from a fresh one at the
+    strategy's check layer; None unless it asks for a ``probe``, and where that was not worth it.
     """
 
     spans: Sequence[Reused]
     attention: torch.Tensor | None = None
+    deviation: torch.Tensor | None = None
 
     @property
     def num_reused_tokens(self) -> int:
@@ -47,11 +50,33 @@ class RepairView:
         return _join([torch.arange(span.start, span.end) for span in self.spans])
 
 
+@dataclass(frozen=True)
+class DeviationProbe:
+    """Compare reused keys with fresh ones at ``layer`` by ``measure``, if at least ``min_hit_ratio`` of the prompt is
+    reused."""
+
+    layer: int
+    measure: str
+    min_hit_ratio: float
+
+
+# How far keys (rows, heads, head_dim) are from others: (rows,) float32
+MEASURES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "cosine": lambda old, new: 1 - torch.cosine_similarity(old, new, dim=-1).mean(dim=-1),
+    "squared": lambda old, new: (old - new).square().sum(dim=(-1, -2)),
+}
+
+
 class Repair(ABC):
     """A strategy. Subclasses are frozen dataclasses; each field is an option."""
 
     name: ClassVar[str]
     needs_attention: ClassVar[bool] = False
+
+    @property
+    def probe(self) -> DeviationProbe | None:
+        """The measurement of deviation that the strategy wants to see, if any."""
+        return None
 
     @abstractmethod
     def select(self, view: RepairView) -> torch.Tensor:
@@ -62,12 +87,14 @@ class Repair(ABC):
 
         Raises OptionError where the strategy's choice is not a matter of a ratio.
         """
-        raise OptionError(f"recompute_ratio={ratio!r} does not apply to repair={self.name!r}; it applies to 'query'")
+        raise OptionError(
+            f"recompute_ratio={ratio!r} does not apply to repair={self.name!r}; it applies to 'query' and 'deviation'"
+        )
 
 
-def check_ratio(ratio: float) -> float:
+def check_ratio(ratio: float, option: str = "recompute_ratio") -> float:
     if isinstance(ratio, bool) or not isinstance(ratio, int | float) or not 0 <= ratio <= 1:
-        raise OptionError.bad_value("recompute_ratio", ratio, "a number from 0 to 1")
+        raise OptionError.bad_value(option, ratio, "a number from 0 to 1")
     return float(ratio)
 
 
