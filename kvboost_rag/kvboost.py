@@ -22,6 +22,7 @@ from kvboost_rag.engine.model import Model
 from kvboost_rag.engine.store import MemoryStore, StoreStats
 from kvboost_rag.engine.types import Report, Segment, total_tokens
 from kvboost_rag.errors import ClosedEngineError, OptionError, StreamClosedError
+from kvboost_rag.many import Many
 from kvboost_rag.options import ReuseOptions, call_options, engine_options, reuse_part
 from kvboost_rag.prompt import INSTRUCTION, ChatFormat, Prompt, rag
 from kvboost_rag.report import Estimate, GenerationResult, PrefillResult, WarmReport
@@ -50,6 +51,7 @@ class KVBoost:
         salt = self.tokens.fingerprint + config.tenant.encode()
         self.engine = Engine(Model(model, salt), MemoryStore(config.max_cache_bytes, config.warmed_share), config)
         self._segmenter = Segmenter(self.tokens, self.chat_format)
+        self._many = Many(self.engine, self.tokens, self._segmenter, self.generate)
         self._warmer = Warmer(self.engine, self.tokens)
         self._closed = False
         self.store_id = uuid.uuid4().hex  # of this store's contents; a new store is a new id
@@ -183,9 +185,9 @@ class KVBoost:
         """
         return rag(self.chat_format, documents, question, system, instruction)
 
-    def segments(self, prompt: PromptLike) -> list[Segment]:
+    def segments(self, prompt: PromptLike, auto_detect: bool = True) -> list[Segment]:
         """The token segments the engine will see, warmed documents found."""
-        return self._segmenter.segments(prompt)
+        return self._segmenter.segments(prompt, auto_detect)
 
     def count_tokens(self, prompt: PromptLike) -> int:
         return total_tokens(self.segments(prompt))
@@ -202,6 +204,24 @@ class KVBoost:
         Raises OptionError, PromptTooLongError (before any work, with the numbers), ValueError if the prompt is empty.
         """
         return self._work(prompt, options)(lambda piece: None, threading.Event())
+
+    def generate_batch(self, prompts: Sequence[PromptLike], **options: Any) -> list[GenerationResult]:
+        """Answer several prompts at once (the paper's ``generate_batch``): the longest prefix they share is loaded
+        once, what is left of each runs in one call, and they are decoded together. Options as ``generate``; each
+        result is that of its prompt alone. Models whose attention cannot be exchanged, other modes than ``"reuse"``
+        and prompts past a rope switch run one after the other.
+        """
+        self._check_open()
+        return self._many.batch(_listed(prompts), options, self._defaults)
+
+    def generate_many(
+        self, prompts: Sequence[PromptLike], *, max_batch_size: int = 8, progress: bool = True, **options: Any
+    ) -> list[GenerationResult]:
+        """Answer any number of prompts (the paper's ``generate_many``): those that share a prefix go together, in
+        batches of at most ``max_batch_size``. Results come in the order of ``prompts``.
+        """
+        self._check_open()
+        return self._many.groups(_listed(prompts), options, self._defaults, max_batch_size, progress)
 
     def stream(self, prompt: PromptLike, **options: Any) -> TextStream:
         """As ``generate``, text piece by piece; the pieces concatenate to the text. Close it to stop early."""
@@ -311,6 +331,14 @@ class KVBoost:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _listed(prompts: Sequence[PromptLike]) -> list[PromptLike]:
+    """Raises TypeError for a single prompt, which is a sequence too."""
+    single = isinstance(prompts, str | Prompt) or (len(prompts) > 0 and isinstance(prompts[0], Mapping))
+    if single:
+        raise TypeError("a list of prompts is wanted, not a single prompt")
+    return list(prompts)
 
 
 def engine_of(owner: Any) -> KVBoost:

@@ -413,7 +413,7 @@ def test_an_error_while_generating_reaches_the_reader_and_frees_the_engine(
     "options,message",
     [
         ({"max_tokns": 3}, r"unknown option 'max_tokns'.*max_new_tokens"),
-        ({"repair": "qery"}, r"repair='qery'.*'none', 'boundary', 'query', 'full'"),
+        ({"repair": "qery"}, r"repair='qery'.*'none', 'boundary', 'deviation', 'query', 'full'"),
         ({"recompute_ratio": 1.5}, r"recompute_ratio=1.5.*from 0 to 1"),
         ({"repair": "boundary", "recompute_ratio": 0.5}, r"does not apply to repair='boundary'"),
         ({"mode": "turbo"}, r"mode='turbo'.*'baseline'"),

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
@@ -117,6 +117,11 @@ class Plan:
             mask = additive_mask(rows, start, end, self.dtype, window, self.hidden).to(device)
             yield Block(first, first + rows.shape[0], start, end, mask)
 
+    def attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float, layer: int, traits: Traits
+    ) -> torch.Tensor:
+        return block_attention(query, key, value, self, scaling, layer, traits)
+
     def full_mask(self, window: int | None, num_keys: int, device: torch.device) -> torch.Tensor:
         """The whole mask (1, 1, queries, num_keys), for attention that knows no blocks."""
         key = ("mask", window, num_keys, device)
@@ -148,11 +153,23 @@ def additive_mask(
     return torch.zeros(masked.shape, dtype=dtype, device=rows.device).masked_fill_(masked, float("-inf"))
 
 
-_plan: ContextVar[Plan | None] = ContextVar("kvboost_attention_plan", default=None)
+class Attending(Protocol):
+    """What the attention of a model may be told to do instead of its own."""
+
+    @property
+    def stock(self) -> bool: ...
+
+    def attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float, layer: int, traits: Traits
+    ) -> torch.Tensor:
+        """(rows, queries, heads, head_dim) from queries (rows, heads, queries, head_dim) and what the cache gave."""
+
+
+_plan: ContextVar[Attending | None] = ContextVar("kvboost_attention_plan", default=None)
 
 
 @contextmanager
-def planned(plan: Plan) -> Iterator[None]:
+def planned(plan: Attending) -> Iterator[None]:
     """Attention calls of this thread follow ``plan`` until the context ends."""
     token = _plan.set(plan)
     try:
@@ -256,9 +273,9 @@ def _attention_for(stock: str) -> Callable[..., Any]:
             recorded[layer] = traits
         if plan is not None and not plan.stock:
             scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-            return block_attention(query, key, value, plan, scale, layer, traits), None
+            return plan.attend(query, key, value, scale, layer, traits), None
         name = stock
-        if plan is not None:
+        if isinstance(plan, Plan):
             attention_mask = plan.full_mask(traits.window, key.shape[2], query.device)
             name = "eager" if stock.startswith("flash") else stock  # flash kernels take no mask
         result: tuple[torch.Tensor, torch.Tensor | None] = _stock_function(name, module)(

@@ -84,18 +84,17 @@ def attention_function(name: str) -> Callable[..., Any]:
 
 
 def continue_sampling(
-    module: Any, input_ids: torch.Tensor, processors: Any, stopping: Any, kwargs: dict[str, Any]
+    module: Any, input_ids: torch.Tensor, mask: torch.Tensor, processors: Any, stopping: Any, kwargs: dict[str, Any]
 ) -> torch.Tensor:
-    """``transformers``' own loop from ``input_ids`` (1, num_tokens) on, all but the last of which are in the cache.
+    """``transformers``' own loop from ``input_ids`` (rows, num_tokens) on, all but the last of which are in the cache.
 
-    ``kwargs``: what ``generate`` prepared for the prompt alone. Left as they are, the next token would stand one place
-    too early.
+    ``mask``: as ``input_ids``, 0 where a row is padded, on the left. ``kwargs``: what ``generate`` prepared for the
+    prompts alone. Left as they are, the next token would stand one place too early.
     """
-    kwargs["attention_mask"] = torch.ones_like(input_ids)
-    places = torch.arange(input_ids.shape[1], device=input_ids.device)
+    kwargs["attention_mask"] = mask
     if "position_ids" in kwargs:
-        kwargs["position_ids"] = places[None]
+        kwargs["position_ids"] = (mask.long().cumsum(-1) - 1).clamp_min(0)
     if "cache_position" in kwargs:
-        kwargs["cache_position"] = places[-1:]
+        kwargs["cache_position"] = torch.arange(input_ids.shape[1], device=input_ids.device)[-1:]
     result: torch.Tensor = module._sample(input_ids, processors, stopping, **kwargs)
     return result

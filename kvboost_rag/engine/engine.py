@@ -80,7 +80,7 @@ class Engine:
         if mode == "baseline":
             return self._baseline(segments)
         report = Report(mode=mode, repair=repair.name, num_prompt_tokens=num_tokens)
-        mode, repair = self._allowed(mode, repair, report)
+        mode, repair = self.allowed(mode, repair, report)
         with _timed(report, "lookup"):
             fingerprint = self.model.fingerprint(num_tokens)
             assembled = assemble(segments, self.store, fingerprint, self.config.chunk_size, mode)
@@ -90,15 +90,15 @@ class Engine:
             report.moved_bytes = stitch(assembled, cache, self.model.rope(num_tokens))
         live = assembled.live_positions()
         with _timed(report, "repair"):
-            repaired, num_done = self._repaired(assembled, live, cache, repair)
+            repaired, num_done = self.repaired(assembled, live, cache, repair)
         with _timed(report, "forward"):
             positions = torch.cat([live[num_done:], repaired]).sort().values
             logits = fused_forward(self.model, assembled.ids, positions, cache)[-1]
         cache.cancel_when(never)  # decoding ends between tokens
-        _fill(report, assembled, live, repaired, self.store.tier)
+        fill(report, assembled, live, repaired, self.store.tier)
         return Prefilled(assembled.ids, cache, logits, report, assembled)
 
-    def _allowed(self, mode: str, repair: Repair, report: Report) -> tuple[str, Repair]:
+    def allowed(self, mode: str, repair: Repair, report: Report) -> tuple[str, Repair]:
         """What the model allows of ``mode`` and ``repair``; ``report`` says so where it is less."""
         capabilities, num_tokens = self.model.capabilities, report.num_prompt_tokens
         if mode == "reuse" and capabilities.reuse is Reuse.PREFIX_ONLY:
@@ -123,7 +123,7 @@ class Engine:
             logits = self.model.forward(ids, cache)[-1]
         return Prefilled(ids, cache, logits, report)
 
-    def _repaired(
+    def repaired(
         self, assembled: Assembled, live: torch.Tensor, cache: SlotCache, repair: Repair
     ) -> tuple[torch.Tensor, int]:
         """Positions to recompute, and how many of the leading ``live`` ones are computed already.
@@ -222,14 +222,15 @@ class Engine:
     def generate(self, prefilled: Prefilled, options: GenerationOptions, on_tokens: Callable[[list[int]], bool]) -> str:
         """Decode behind a prefilled prompt; between two tokens other threads get their turn. See ``decode``."""
 
-        def step(new: list[int]) -> bool:
+        def step(row: int, new: list[int]) -> bool:
             prefilled.report.num_new_tokens += len(new)
             done = on_tokens(new)
             if not done:
                 self.lock.pass_on()
             return done
 
-        return decode(self.model, prefilled.ids, prefilled.cache, prefilled.logits, options, step)
+        (reason,) = decode(self.model, [prefilled.ids], prefilled.cache, prefilled.logits[None], options, step)
+        return reason
 
 
 @contextmanager
@@ -239,7 +240,7 @@ def _timed(report: Report, step: str) -> Iterator[None]:
     report.seconds[step] = time.perf_counter() - started
 
 
-def _fill(report: Report, assembled: Assembled, live: torch.Tensor, repaired: torch.Tensor, tier: str) -> None:
+def fill(report: Report, assembled: Assembled, live: torch.Tensor, repaired: torch.Tensor, tier: str) -> None:
     """The counts of ``report`` from what was placed, live and repaired."""
     report.num_live_tokens, report.num_repaired_tokens = len(live), len(repaired)
     last = assembled.num_tokens - 1

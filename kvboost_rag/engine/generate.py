@@ -9,7 +9,7 @@ text whatever other threads do.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,11 +26,11 @@ from transformers import (
 )
 
 from kvboost_rag.engine import compat
-from kvboost_rag.engine.cache import SlotCache
 from kvboost_rag.engine.model import Model
 from kvboost_rag.errors import OptionError
 
 Decode = Callable[[Sequence[int]], str]
+OnTokens = Callable[[int, list[int]], bool]
 
 
 @dataclass(frozen=True)
@@ -137,35 +137,40 @@ def _overlap(text: str, stop: str) -> int:
 
 
 class _Gumbel(LogitsProcessor):  # type: ignore[misc]
-    """Argmax of logits + Gumbel noise is a draw from their softmax."""
+    """Argmax of logits + Gumbel noise is a draw from their softmax. Each row has a generator of its own."""
 
-    def __init__(self, seed: int | None):
-        self._generator = torch.Generator()
-        if seed is None:
-            self._generator.seed()
-        else:
-            self._generator.manual_seed(seed)
+    def __init__(self, seed: int | None, num_rows: int):
+        self._generators = [torch.Generator() for _ in range(num_rows)]
+        for generator in self._generators:
+            if seed is None:
+                generator.seed()
+            else:
+                generator.manual_seed(seed)
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        uniform = torch.rand(scores.shape, generator=self._generator, dtype=torch.float64).clamp_min_(1e-300)
-        return scores - torch.log(-torch.log(uniform)).to(scores.dtype).to(scores.device)  # MPS has no float64
+        rows = [torch.rand(scores.shape[1], generator=g, dtype=torch.float64) for g in self._generators]
+        noise = -torch.log(-torch.log(torch.stack(rows).clamp_min_(1e-300)))
+        return scores + noise.to(scores.dtype).to(scores.device)  # MPS has no float64
 
 
 class _EachStep(StoppingCriteria):  # type: ignore[misc]
-    """Calls ``on_tokens`` with the ids that are new; generation ends when it returns True."""
+    """Calls ``on_tokens`` with a row and its new ids; the row ends when it returns True or with an end token."""
 
-    def __init__(self, num_prompt_tokens: int, on_tokens: Callable[[list[int]], bool]):
-        self._seen, self._on_tokens = num_prompt_tokens, on_tokens
-        self.stopped = False
+    def __init__(self, num_rows: int, width: int, ends: Collection[int], on_tokens: OnTokens):
+        self._seen, self._ends, self._on_tokens = width, ends, on_tokens
+        self.stopped = [False] * num_rows
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        new = input_ids[0, self._seen :].tolist()
-        self._seen += len(new)
-        self.stopped = self._on_tokens(new)
-        return torch.tensor([self.stopped], dtype=torch.bool, device=input_ids.device)
+        new = input_ids[:, self._seen :].tolist()
+        self._seen = input_ids.shape[1]
+        for row, ids in enumerate(new):
+            if not self.stopped[row]:
+                asked_to_stop = self._on_tokens(row, ids)
+                self.stopped[row] = asked_to_stop or ids[-1] in self._ends
+        return torch.tensor(self.stopped, dtype=torch.bool, device=input_ids.device)
 
 
-def _processors(options: GenerationOptions) -> LogitsProcessorList:
+def _processors(options: GenerationOptions, num_rows: int) -> LogitsProcessorList:
     processors = LogitsProcessorList()
     if options.temperature == 0:
         return processors
@@ -174,55 +179,57 @@ def _processors(options: GenerationOptions) -> LogitsProcessorList:
         processors.append(TopKLogitsWarper(options.top_k))
     if options.top_p is not None and options.top_p < 1:
         processors.append(TopPLogitsWarper(float(options.top_p)))
-    processors.append(_Gumbel(options.seed))
+    processors.append(_Gumbel(options.seed, num_rows))
     return processors
 
 
 def decode(
     model: Model,
-    ids: torch.Tensor,
-    cache: SlotCache | Any,
+    prompts: Sequence[torch.Tensor],
+    cache: Any,
     logits: torch.Tensor,
     options: GenerationOptions,
-    on_tokens: Callable[[list[int]], bool],
-) -> str:
-    """Generate behind the prompt ``ids`` (num_tokens,) whose KV fills ``cache`` and whose last logits are ``logits``
-    (vocab,). ``on_tokens`` gets every new id as it comes and ends generation by returning True.
+    on_tokens: OnTokens,
+    width: int | None = None,
+) -> list[str]:
+    """Generate behind ``prompts``, (num_tokens,) each, whose KV fills ``cache`` and whose last logits are ``logits``
+    (rows, vocab). ``on_tokens`` gets a row and its new ids as they come and ends that row by returning True.
 
-    Returns why generation ended: ``"stop"`` (end token or ``on_tokens``) or ``"length"``.
+    ``width``: as how many tokens the cache counts every prompt; the longest if not given. Returns why each row ended:
+    ``"stop"`` (end token or ``on_tokens``) or ``"length"``.
     """
     own = model.module.generation_config
+    ends = own.eos_token_id if isinstance(own.eos_token_id, list) else [own.eos_token_id]
     config = GenerationConfig(
         max_new_tokens=options.max_new_tokens,
         do_sample=False,
         eos_token_id=own.eos_token_id,
-        pad_token_id=own.pad_token_id if own.pad_token_id is not None else _first(own.eos_token_id),
+        pad_token_id=own.pad_token_id if own.pad_token_id is not None else ends[0],
         repetition_penalty=options.repetition_penalty or own.repetition_penalty,
     )
 
     def continue_from_logits(
         module: Any, input_ids: torch.Tensor, logits_processor: Any, stopping_criteria: Any, **kwargs: Any
     ) -> torch.Tensor:
-        scores = logits_processor(input_ids, logits[None].to(input_ids.device))
+        scores = logits_processor(input_ids, logits.to(input_ids.device))
         input_ids = torch.cat([input_ids, scores.argmax(dim=-1, keepdim=True)], dim=-1)
         if bool(stopping_criteria(input_ids, None).all()):
             return input_ids
-        return compat.continue_sampling(module, input_ids, logits_processor, stopping_criteria, kwargs)
+        longer = torch.cat([mask, mask.new_ones(len(prompts), 1)], dim=1)
+        return compat.continue_sampling(module, input_ids, longer, logits_processor, stopping_criteria, kwargs)
 
-    prompt = ids.to(model.device)[None]
-    each_step = _EachStep(prompt.shape[1], on_tokens)
-    output = model.module.generate(
-        input_ids=prompt,
-        attention_mask=torch.ones_like(prompt),
+    width = width or max(len(ids) for ids in prompts)
+    # padded with a token of the row itself, so that a repetition penalty sees the tokens it would see without
+    rows = torch.stack([torch.cat([ids[:1].expand(width - len(ids)), ids]) for ids in prompts]).to(model.device)
+    mask = torch.stack([(torch.arange(width) >= width - len(ids)).long() for ids in prompts]).to(model.device)
+    each_step = _EachStep(len(prompts), width, set(ends), on_tokens)
+    model.module.generate(
+        input_ids=rows,
+        attention_mask=mask,
         generation_config=config,
-        logits_processor=_processors(options),
+        logits_processor=_processors(options, len(prompts)),
         stopping_criteria=StoppingCriteriaList([each_step]),
         custom_generate=continue_from_logits,
         **{str(model.cache_argument): cache},
     )
-    ends = own.eos_token_id if isinstance(own.eos_token_id, list) else [own.eos_token_id]
-    return "stop" if each_step.stopped or int(output[0, -1]) in ends else "length"
-
-
-def _first(value: Any) -> Any:
-    return value[0] if isinstance(value, list) else value
+    return ["stop" if stopped else "length" for stopped in each_step.stopped]

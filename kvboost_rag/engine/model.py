@@ -138,6 +138,11 @@ class Model:
         plan = Plan(positions.to(self.device), self.dtype, hidden, capture, stock=self.stock_attention and not capture)
         return self._runner.scattered(ids, cache, plan, num_logits)
 
+    def rows(self, ids: torch.Tensor, positions: torch.Tensor, cache: Any, plan: attention.Attending) -> torch.Tensor:
+        """Several prompts at once, (rows, num_tokens) each. Returns (rows, vocab) float32."""
+        self._check_open()
+        return self._runner.rows(ids, positions, cache, plan)
+
     def _check_open(self) -> None:
         if self._uninstall is None:
             raise ClosedEngineError("this engine was closed; build a new one")

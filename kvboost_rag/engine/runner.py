@@ -57,6 +57,23 @@ class Runner:
         with cache.scattering(plan.positions):
             return self(ids, cache, plan.positions, plan, num_logits)
 
+    @torch.no_grad()
+    def rows(self, ids: torch.Tensor, positions: torch.Tensor, cache: Any, plan: attention.Attending) -> torch.Tensor:
+        """``ids`` and ``positions`` (rows, num_tokens) under ``plan``. Returns the last logits of every row, (rows,
+        vocab) float32."""
+        arguments: dict[str, Any] = {
+            "input_ids": ids.to(self.device),
+            "position_ids": positions.to(self.device),
+            "attention_mask": torch.zeros(1, 1, 1, 1, dtype=self.dtype, device=self.device),
+            "use_cache": True,
+            str(self.names.cache): cache,
+        }
+        if self.names.keep:
+            arguments[self.names.keep] = 1
+        with attention.planned(plan):
+            logits: torch.Tensor = self.module(**arguments).logits
+        return logits[:, -1].float()
+
     def _mask(self, plan: Plan, cache: SlotCache) -> Any:
         """A 4-D mask is taken as it is. Where plans are followed, one zero keeps the model from building its own."""
         if self.planned:

@@ -11,15 +11,15 @@ from kvboost_rag.engine.codecs import CODECS
 from kvboost_rag.engine.rope import Rope, move, place
 
 
-def stitch(assembled: Assembled, cache: SlotCache, rope: Rope) -> int:
-    """Fill the slots of every hit of ``assembled`` in ``cache``. Returns the bytes read.
+def stitch(assembled: Assembled, cache: SlotCache, rope: Rope, first: int = 0) -> int:
+    """Fill the slots of every hit of ``assembled`` in ``cache``, from position ``first`` on. Returns the bytes read.
 
     Keys move by (position now - position when computed), a move by zero copies the bits; keys kept without rotation are
     turned once, straight to where they go. Other slots stay as they are.
     """
     moved_bytes = 0
     for placement in assembled.placements:
-        if placement.entry is None:
+        if placement.entry is None or placement.chunk.start < first:
             continue
         kv = CODECS[placement.entry.packed.codec].decode(placement.entry.packed)
         start, end = placement.chunk.start, placement.chunk.end
