@@ -29,6 +29,7 @@ from kvboost_rag.report import Estimate, GenerationResult, PrefillResult, WarmRe
 from kvboost_rag.segmenting import PromptLike, Segmenter
 from kvboost_rag.stream import Emit, TextStream, Work
 from kvboost_rag.tokens import Tokens
+from kvboost_rag.verify import VerifyReport, compare
 from kvboost_rag.warming import Warmer, check_texts
 
 
@@ -49,7 +50,8 @@ class KVBoost:
         self.tokens = Tokens(tokenizer)
         self.chat_format = ChatFormat(tokenizer)
         salt = self.tokens.fingerprint + config.tenant.encode()
-        self.engine = Engine(Model(model, salt), MemoryStore(config.max_cache_bytes, config.warmed_share), config)
+        store = MemoryStore(config.max_cache_bytes, config.warmed_share, config.eviction)
+        self.engine = Engine(Model(model, salt), store, config)
         self._segmenter = Segmenter(self.tokens, self.chat_format)
         self._many = Many(self.engine, self.tokens, self._segmenter, self.generate)
         self._warmer = Warmer(self.engine, self.tokens)
@@ -83,10 +85,11 @@ class KVBoost:
 
         ``dtype``, ``device_map``: as in transformers; ``device``: where to move the model; ``model_kwargs``: anything
         else for ``AutoModelForCausalLM.from_pretrained`` (``revision``, ``local_files_only``, ``trust_remote_code``).
-        Options, all of which calls may override except the last four:
-        ``repair`` (``"query"``), ``recompute_ratio`` (share of reused tokens recomputed, 0 to 1), ``mode``
-        (``"reuse"``, ``"prefix"``, ``"baseline"``), ``auto_detect`` (True), ``max_cache_bytes`` (``"2GB"``),
-        ``chunk_size`` (128), ``warmed_share`` (0.9), ``tenant`` ("").
+        Options that calls may override: ``repair`` (``"query"``), ``recompute_ratio`` (share of reused tokens
+        recomputed, 0 to 1), ``quality`` instead of both (``"exact"``, ``"high"``, ``"fast"``, or a ratio), ``mode``
+        (``"reuse"``, ``"prefix"``, ``"baseline"``), ``auto_detect`` (True). Options of the engine:
+        ``max_cache_bytes`` (``"2GB"``), ``eviction`` (``"gdsf"``, ``"lru"``, ``"importance"``), ``chunk_size`` (128),
+        ``warmed_share`` (0.9), ``tenant`` ("").
 
         Raises ModelNotFoundError, UnsupportedModelError, OptionError.
         """
@@ -285,6 +288,21 @@ class KVBoost:
         prefilled = self._prefill(prompt, options, "prefill")
         return PrefillResult(prefilled.logits, prefilled.report)
 
+    def verify(self, prompts: Sequence[PromptLike], num_tokens: int = 24, **options: Any) -> VerifyReport:
+        """Compare reuse with full prefill on your own prompts: KL and same top token over the ``num_tokens`` tokens
+        that full prefill generates, and TTFT. Warm the documents first; options: the reuse ones.
+        """
+        self._check_open()
+        reuse: ReuseOptions = self._defaults.override(reuse_part(dict(options), "verify"))
+        if isinstance(num_tokens, bool) or not isinstance(num_tokens, int) or num_tokens < 1:
+            raise OptionError.bad_value("num_tokens", num_tokens, "a whole number of tokens, 1 or more")
+        found = []
+        for prompt in _listed(prompts):
+            segments = self.segments(prompt, reuse.auto_detect)
+            with self.engine.lock:
+                found.append(compare(self.engine, segments, reuse.strategy, num_tokens))
+        return VerifyReport(tuple(found), reuse.strategy.name)
+
     def score(self, prompt: PromptLike, continuation: str | Sequence[int], **options: Any) -> torch.Tensor:
         """Log-probabilities (num_tokens,) float32 of ``continuation`` behind ``prompt``, teacher-forced."""
         ids = self.tokens.encode(continuation) if isinstance(continuation, str) else tuple(continuation)
@@ -339,11 +357,3 @@ def _listed(prompts: Sequence[PromptLike]) -> list[PromptLike]:
     if single:
         raise TypeError("a list of prompts is wanted, not a single prompt")
     return list(prompts)
-
-
-def engine_of(owner: Any) -> KVBoost:
-    """The KVBoost that ``owner`` is or has (LLM objects of the integrations). Raises OptionError."""
-    for candidate in (owner, getattr(owner, "engine", None)):
-        if isinstance(candidate, KVBoost):
-            return candidate
-    raise OptionError.bad_value("engine", owner, "a KVBoost, or an LLM object that has one")

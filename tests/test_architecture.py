@@ -28,9 +28,9 @@ RANKS = [
     {"engine.batches"},
     {"boundaries", "tokens", "prompt", "detect", "related", "hub", "report"},
     {"stream", "warming", "options", "segmenting"},
-    {"many"},
+    {"many", "verify"},
     {"kvboost"},
-    {"rag", "diagnosis"},
+    {"rag", "diagnosis", "owner"},
     {"demo"},
 ]
 FRAMEWORKS = {"langchain_core", "langchain_kvboost", "llama_index"}

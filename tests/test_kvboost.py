@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 from kvboost_rag import BudgetWarning, KVBoost, OptionError, PromptTooLongError, UnsupportedModelError
 from kvboost_rag.engine.attention import is_installed
 from kvboost_rag.errors import ClosedEngineError, ModelNotFoundError
-from kvboost_rag.kvboost import engine_of
+from kvboost_rag.owner import engine_of
 from kvboost_rag.prompt import Piece
 
 DOCUMENTS = [document(i) for i in range(4)]

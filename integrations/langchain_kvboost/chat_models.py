@@ -49,7 +49,8 @@ class ChatKVBoost(BaseChatModel):
 
     @model_validator(mode="after")
     def _load(self) -> ChatKVBoost:
-        from kvboost_rag.kvboost import KVBoost, engine_of
+        from kvboost_rag.kvboost import KVBoost
+        from kvboost_rag.owner import engine_of
 
         if self.engine is None:
             if not self.model:

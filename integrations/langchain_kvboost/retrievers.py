@@ -28,7 +28,7 @@ class KVBoostRetriever(BaseRetriever):
 
     @model_validator(mode="after")
     def _resolve(self) -> KVBoostRetriever:
-        from kvboost_rag.kvboost import engine_of
+        from kvboost_rag.owner import engine_of
 
         self.engine = engine_of(self.engine)
         return self

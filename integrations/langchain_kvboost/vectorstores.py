@@ -22,7 +22,7 @@ class KVBoostVectorStore(VectorStore):
     """
 
     def __init__(self, inner: VectorStore, engine: Any, warm_kwargs: dict[str, Any] | None = None):
-        from kvboost_rag.kvboost import engine_of
+        from kvboost_rag.owner import engine_of
 
         self.inner = inner
         self.engine = engine_of(engine)

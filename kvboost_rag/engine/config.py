@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 from kvboost_rag.errors import OptionError
 
+KV_DTYPES = ("auto", "int8", "int4")
+EVICTION_NAMES = ("lru", "importance", "gdsf")  # of engine/store/eviction.py
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
@@ -30,16 +32,23 @@ class EngineConfig:
     """How the engine cuts and keeps.
 
     ``chunk_size``: tokens per FIXED chunk (the paper's C). ``max_cache_bytes``: the byte budget of all kept KV, of
-    which warmed documents may hold ``warmed_share``. ``tenant``: a salt; engines of different tenants never share KV.
+    which warmed documents may hold ``warmed_share``; ``eviction``: which of them go first. ``kv_dtype``: how the KV of
+    documents is kept, ``"auto"`` as computed. ``tenant``: a salt; engines of different tenants never share KV.
     """
 
     chunk_size: int = 128
     max_cache_bytes: int = 2_000_000_000
     warmed_share: float = 0.9
     tenant: str = ""
+    eviction: str = "gdsf"
+    kv_dtype: str = "auto"
 
     def __post_init__(self) -> None:
         if not isinstance(self.chunk_size, int) or self.chunk_size < 1:
             raise OptionError.bad_value("chunk_size", self.chunk_size, "a whole number of tokens, 1 or more")
+        for option, choices in (("eviction", EVICTION_NAMES), ("kv_dtype", KV_DTYPES)):
+            if getattr(self, option) not in choices:
+                names = ", ".join(map(repr, choices))
+                raise OptionError.bad_value(option, getattr(self, option), f"one of {names}")
         if not 0 < self.warmed_share <= 1:
             raise OptionError.bad_value("warmed_share", self.warmed_share, "a number above 0, up to 1")

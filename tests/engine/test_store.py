@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from kvboost_rag.engine.keys import content_hash, prefix_hash
-from kvboost_rag.engine.store import Entry, MemoryStore, NullStore, Put, Store
+from kvboost_rag.engine.store import EVICTIONS, Entry, MemoryStore, NullStore, Put, Store
 from kvboost_rag.engine.types import ChunkKeys, Fidelity
 
 FINGERPRINT = b"engine"
@@ -391,8 +391,14 @@ class StoreContract:
 
 
 class TestMemoryStore(StoreContract):
+    """Under every policy: where entries differ in nothing but their last use, all of them give up the oldest."""
+
+    @pytest.fixture(autouse=True, params=EVICTIONS)
+    def choose(self, request: pytest.FixtureRequest) -> None:
+        self.eviction = request.param
+
     def make(self, max_bytes: int = 1000, warmed_share: float = 0.8) -> Store:
-        return MemoryStore(max_bytes, warmed_share)
+        return MemoryStore(max_bytes, warmed_share, self.eviction)
 
     def test_it_names_its_tier(self, store: Store):
         assert store.tier == "memory"

@@ -1,7 +1,8 @@
 """Where KV waits until it is asked for (paper, section 4.4)."""
 
 from kvboost_rag.engine.store.base import Entry, Put, Store, StoreStats
+from kvboost_rag.engine.store.eviction import EVICTIONS, Eviction
 from kvboost_rag.engine.store.memory import MemoryStore
 from kvboost_rag.engine.store.null import NullStore
 
-__all__ = ["Entry", "MemoryStore", "NullStore", "Put", "Store", "StoreStats"]
+__all__ = ["EVICTIONS", "Entry", "Eviction", "MemoryStore", "NullStore", "Put", "Store", "StoreStats"]

@@ -54,7 +54,8 @@ class KVBoostLLM(CustomLLM):
         engine_kwargs: dict[str, Any] | None = None,
         **kwargs: Any,
     ):
-        from kvboost_rag.kvboost import KVBoost, engine_of
+        from kvboost_rag.kvboost import KVBoost
+        from kvboost_rag.owner import engine_of
 
         if engine is None:
             if not model_name:

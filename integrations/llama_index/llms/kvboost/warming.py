@@ -25,7 +25,7 @@ class KVBoostWarmTransform(TransformComponent):
 
     def __init__(self, engine: Any, **kwargs: Any):
         """``engine``: a ``kvboost_rag.KVBoost`` or an LLM object that has one."""
-        from kvboost_rag.kvboost import engine_of
+        from kvboost_rag.owner import engine_of
 
         engine = engine_of(engine)
         super().__init__(store_id=engine.store_id, **kwargs)
