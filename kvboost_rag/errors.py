@@ -11,6 +11,8 @@ Knows only names and messages; imports nothing of the package.
     ├── MissingExtraError (ImportError)     an optional dependency is missing; names the pip command
     └── StreamClosedError (RuntimeError)    a stream was closed before its prompt was computed; never reaches callers
     BudgetWarning (UserWarning)             documents do not fit the byte budget; with the numbers
+    CacheWarning (UserWarning)              a file of stored KV could not be written or trusted; names it
+    QuantizationWarning (UserWarning)       a model does not bear its KV quantised; with the KL
 """
 
 from __future__ import annotations
@@ -84,3 +86,11 @@ class StreamClosedError(KVBoostError, RuntimeError):
 
 class BudgetWarning(UserWarning):
     """Documents were asked for that do not fit the byte budget."""
+
+
+class CacheWarning(UserWarning):
+    """A file of stored KV could not be written, read or trusted. Answers stay right; something is computed again."""
+
+
+class QuantizationWarning(UserWarning):
+    """Quantised KV would change the next token too much; documents are kept wider than asked for."""

@@ -30,7 +30,7 @@ def test_the_tree_draws_every_class_there_is():
     defined = {
         name for name, value in vars(errors).items() if isinstance(value, type) and value.__module__ == errors.__name__
     }
-    assert defined == {*DRAWN, "KVBoostError", "BudgetWarning"}
+    assert defined == {*DRAWN, "KVBoostError", "BudgetWarning", "CacheWarning", "QuantizationWarning"}
 
 
 def test_the_warning_is_a_warning_and_no_error():
