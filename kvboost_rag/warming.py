@@ -81,7 +81,7 @@ class Warmer:
 
     def size(self, document: Document) -> int:
         """Bytes its entry will take."""
-        return len(document.ids) * (self._engine.model.bytes_per_token + ID_BYTES)
+        return len(document.ids) * (self._engine.bytes_per_token + ID_BYTES)
 
     def estimate(self, documents: Sequence[Document]) -> Estimate:
         config = self._engine.config

@@ -22,6 +22,7 @@ RANKS = [
     {"engine.model"},
     {"engine.store"},
     {"engine.assemble", "engine.forward"},
+    {"engine.quantize"},
     {"engine.stitch", "engine.generate"},
     {"engine.batch"},
     {"engine.engine"},

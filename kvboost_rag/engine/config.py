@@ -5,6 +5,7 @@ Knows names, values and choices; knows nothing of what they do.
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass
 
@@ -33,7 +34,10 @@ class EngineConfig:
 
     ``chunk_size``: tokens per FIXED chunk (the paper's C). ``max_cache_bytes``: the byte budget of all kept KV, of
     which warmed documents may hold ``warmed_share``; ``eviction``: which of them go first. ``kv_dtype``: how the KV of
-    documents is kept, ``"auto"`` as computed. ``tenant``: a salt; engines of different tenants never share KV.
+    documents is kept, ``"auto"`` as computed; where quantisation changes the next token by more than
+    ``max_quantization_kl`` (nats a token) a document is kept wider. ``cache_dir``: a folder in which documents are
+    kept too, up to ``max_disk_bytes``, for later processes. ``tenant``: a salt; engines of different tenants never
+    share KV.
     """
 
     chunk_size: int = 128
@@ -42,6 +46,14 @@ class EngineConfig:
     tenant: str = ""
     eviction: str = "gdsf"
     kv_dtype: str = "auto"
+    max_quantization_kl: float = 0.05
+    cache_dir: str | os.PathLike[str] | None = None
+    max_disk_bytes: int | None = None
+
+    @property
+    def codec(self) -> str:
+        """The name of the codec that keeps documents."""
+        return "raw" if self.kv_dtype == "auto" else self.kv_dtype
 
     def __post_init__(self) -> None:
         if not isinstance(self.chunk_size, int) or self.chunk_size < 1:
@@ -50,5 +62,7 @@ class EngineConfig:
             if getattr(self, option) not in choices:
                 names = ", ".join(map(repr, choices))
                 raise OptionError.bad_value(option, getattr(self, option), f"one of {names}")
+        if not self.max_quantization_kl >= 0:
+            raise OptionError.bad_value("max_quantization_kl", self.max_quantization_kl, "a number of nats, 0 or more")
         if not 0 < self.warmed_share <= 1:
             raise OptionError.bad_value("warmed_share", self.warmed_share, "a number above 0, up to 1")

@@ -7,6 +7,7 @@ knows nothing of text, documents as users see them, or frameworks.
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -19,19 +20,19 @@ from transformers import DynamicCache
 from kvboost_rag.engine.assemble import MODES, Assembled, Placement, assemble
 from kvboost_rag.engine.cache import SlotCache, never
 from kvboost_rag.engine.capabilities import Reuse
-from kvboost_rag.engine.codecs import Codec, RawCodec
+from kvboost_rag.engine.codecs import CODECS, Packed
 from kvboost_rag.engine.config import EngineConfig
 from kvboost_rag.engine.forward import fused_forward, key_deviation, scout
 from kvboost_rag.engine.generate import GenerationOptions, decode
 from kvboost_rag.engine.keys import content_hash
 from kvboost_rag.engine.lock import FairLock
 from kvboost_rag.engine.model import Model
+from kvboost_rag.engine.quantize import Kept, keep, num_probe_tokens
 from kvboost_rag.engine.repair import BoundaryRepair, DeviationProbe, Repair, RepairView, Reused
-from kvboost_rag.engine.rope import displace
 from kvboost_rag.engine.stitch import stitch
 from kvboost_rag.engine.store import Entry, Put, Store
 from kvboost_rag.engine.types import DocumentReport, Fidelity, Report, Segment, total_tokens
-from kvboost_rag.errors import OptionError, PromptTooLongError
+from kvboost_rag.errors import OptionError, PromptTooLongError, QuantizationWarning
 
 
 @dataclass
@@ -48,9 +49,9 @@ class Prefilled:
 class Engine:
     """Reuses KV for one model. Safe from many threads: one forward at a time, decode steps taken in turn."""
 
-    def __init__(self, model: Model, store: Store, config: EngineConfig, codec: Codec | None = None):
+    def __init__(self, model: Model, store: Store, config: EngineConfig):
         self.model, self.store, self.config = model, store, config
-        self.codec = codec or RawCodec()
+        self.num_kept_wider = 0  # documents that the codec asked for would have changed too much
         self.lock = FairLock()
 
     def check_length(self, num_tokens: int, max_new_tokens: int, what: str = "the prompt") -> None:
@@ -166,17 +167,18 @@ class Engine:
             exact = exact and placement.fidelity is not Fidelity.APPROXIMATE
             opening = opening and not placement.chunk.document
             if placement.entry is None and (placement.chunk.document or opening):
-                put = self._put(placement, prefilled.cache, prefilled.assembled.num_tokens, exact=exact)
+                put = self._put(
+                    placement, prefilled.cache, exact=exact, importance=self._importance(prefilled.cache, placement)
+                )
                 prefilled.report.num_stored_tokens += len(placement.chunk) if put.stored else 0
 
-    def _put(self, placement: Placement, cache: SlotCache, num_tokens: int, **flags: Any) -> Put:
-        """Keep the KV of one chunk of a prompt of ``num_tokens``."""
-        kv = cache.copy_out(placement.chunk.start, placement.chunk.end)
-        if self.codec.position_free and kv.position is not None:
-            kv = replace(kv, keys=displace(kv.keys, kv.position, self.model.rope(num_tokens)), position=None)
+    def _put(self, placement: Placement, cache: SlotCache, **flags: Any) -> Put:
+        """Keep the KV of one chunk as it was computed."""
+        return self._store(placement, cache.copy_out(placement.chunk.start, placement.chunk.end), **flags)
+
+    def _store(self, placement: Placement, packed: Packed, **flags: Any) -> Put:
         ids = np.asarray(placement.chunk.ids, dtype=np.int64)
-        importance = float(kv.keys.float().norm(dim=-1).mean())
-        return self.store.put(Entry(placement.keys, ids, self.codec.encode(kv), importance=importance, **flags))
+        return self.store.put(Entry(placement.keys, ids, packed, **flags))
 
     def warm(self, context: Sequence[Segment], document: Segment, pinned: bool = False, text: str = "") -> Put:
         """Run ``document`` behind ``context`` and keep its KV (paper: ``warm``).
@@ -195,15 +197,47 @@ class Engine:
         assembled = replace(assembled, placements=(*before, target))
         cache = self.model.new_cache(assembled.num_tokens)
         stitch(assembled, cache, self.model.rope(num_tokens))
-        fused_forward(self.model, assembled.ids, assembled.live_positions(), cache)
+        num_logits = max(1, num_probe_tokens(len(document.ids)))
+        logits = fused_forward(self.model, assembled.ids, assembled.live_positions(), cache, num_logits)
         exact = True
         for placement in before:
             exact = exact and placement.fidelity is not Fidelity.APPROXIMATE
             if placement.entry is None and exact:
-                self._put(placement, cache, num_tokens, exact=True)
+                self._put(placement, cache, exact=True, importance=self._importance(cache, placement))
         if not self.model.lasting(num_tokens):
             return Put(stored=False)
-        return self._put(target, cache, num_tokens, exact=exact, warmed=True, pinned=pinned, text=text)
+        importance = self._importance(cache, target)
+        start, max_kl = target.chunk.start, self.config.max_quantization_kl
+        kept = keep(self.model, cache, assembled.ids, start, logits, self.config.codec, max_kl)
+        self._say(kept)
+        exact = exact and kept.packed.codec == "raw"  # what was quantised is no longer what a prefill computes
+        return self._store(
+            target, kept.packed, exact=exact, warmed=True, pinned=pinned, text=text, importance=importance
+        )
+
+    def _say(self, kept: Kept) -> None:
+        if kept.refused and not self.num_kept_wider:
+            tried = ", ".join(f"{name}: {kl:.3g} nats a token" for name, kl in kept.refused)
+            warnings.warn(
+                f"quantised KV changes this model's next token by more than max_quantization_kl="
+                f"{self.config.max_quantization_kl} ({tried}); such documents are kept as {kept.packed.codec!r}",
+                QuantizationWarning,
+                stacklevel=5,
+            )
+        self.num_kept_wider += bool(kept.refused)
+
+    def _importance(self, cache: SlotCache, placement: Placement) -> float:
+        """Mean length of the keys, per token, layer and head (paper, equation 6)."""
+        parts = [slab.window(placement.chunk.start, placement.chunk.end).keys for slab in cache.slabs]
+        lengths = torch.cat([part.float().norm(dim=-1).flatten().cpu() for part in parts])
+        return float(lengths.mean())
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes that one token of a document will take in the store; a good estimate where it is quantised."""
+        bits = CODECS[self.config.codec].bits
+        numbers = self.model.bytes_per_token // self.model.dtype.itemsize
+        return self.model.bytes_per_token if bits is None else round(numbers * (bits / 8 + 1 / 16))
 
     def content_key(self, ids: Sequence[int]) -> bytes:
         """Under which a document of these ``ids`` is kept, whatever stands before it."""
