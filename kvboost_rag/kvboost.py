@@ -19,7 +19,8 @@ from kvboost_rag import hub
 from kvboost_rag.engine.engine import Engine, Prefilled
 from kvboost_rag.engine.generate import GenerationOptions, TextAssembler
 from kvboost_rag.engine.model import Model
-from kvboost_rag.engine.store import MemoryStore, StoreStats
+from kvboost_rag.engine.store import StoreStats
+from kvboost_rag.engine.store.make import make_store
 from kvboost_rag.engine.types import Report, Segment, total_tokens
 from kvboost_rag.errors import ClosedEngineError, OptionError, StreamClosedError
 from kvboost_rag.many import Many
@@ -50,9 +51,13 @@ class KVBoost:
         self.tokens = Tokens(tokenizer)
         self.chat_format = ChatFormat(tokenizer)
         salt = self.tokens.fingerprint + config.tenant.encode()
-        store = MemoryStore(config.max_cache_bytes, config.warmed_share, config.eviction)
-        self.engine = Engine(Model(model, salt), store, config)
-        self._segmenter = Segmenter(self.tokens, self.chat_format)
+        served = Model(model, salt)
+        try:
+            self.engine = Engine(served, make_store(config, served.fingerprint()), config)
+        except BaseException:
+            served.close()
+            raise
+        self._segmenter = Segmenter(self.tokens, self.chat_format, self.engine.store.texts)
         self._many = Many(self.engine, self.tokens, self._segmenter, self.generate)
         self._warmer = Warmer(self.engine, self.tokens)
         self._closed = False
@@ -88,8 +93,10 @@ class KVBoost:
         Options that calls may override: ``repair`` (``"query"``), ``recompute_ratio`` (share of reused tokens
         recomputed, 0 to 1), ``quality`` instead of both (``"exact"``, ``"high"``, ``"fast"``, or a ratio), ``mode``
         (``"reuse"``, ``"prefix"``, ``"baseline"``), ``auto_detect`` (True). Options of the engine:
-        ``max_cache_bytes`` (``"2GB"``), ``eviction`` (``"gdsf"``, ``"lru"``, ``"importance"``), ``chunk_size`` (128),
-        ``warmed_share`` (0.9), ``tenant`` ("").
+        ``max_cache_bytes`` (``"2GB"``), ``cache_dir`` (a folder in which documents outlive the process, up to
+        ``max_disk_bytes``), ``kv_dtype`` (``"auto"``, ``"int8"``, ``"int4"``: how documents are kept; where that
+        changes the next token by more than ``max_quantization_kl`` (0.05) nats, wider), ``eviction`` (``"gdsf"``,
+        ``"lru"``, ``"importance"``), ``chunk_size`` (128), ``warmed_share`` (0.9), ``tenant`` ("").
 
         Raises ModelNotFoundError, UnsupportedModelError, OptionError.
         """
@@ -165,7 +172,7 @@ class KVBoost:
         return num_gone
 
     def clear(self) -> None:
-        """Drop everything that is kept."""
+        """Drop everything that is kept, in ``cache_dir`` too."""
         self.engine.store.clear()
         self._segmenter.index.clear()
         self._warmer.clear()
@@ -335,11 +342,16 @@ class KVBoost:
             raise ClosedEngineError("this engine was closed; build a new one with KVBoost.from_pretrained")
 
     def close(self) -> None:
-        """Drop the store and give the model its own attention back. Safe to call twice."""
+        """Drop what is in memory and give the model its own attention back. Safe to call twice.
+
+        What lies in ``cache_dir`` stays there.
+        """
         if not self._closed:
             self._closed = True
             with self.engine.lock:
-                self.clear()
+                self.engine.store.close()
+                self._segmenter.index.clear()
+                self._warmer.clear()
                 self.engine.model.close()
 
     def __enter__(self) -> KVBoost:

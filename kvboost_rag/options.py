@@ -88,6 +88,8 @@ def engine_options(options: dict[str, Any]) -> tuple[EngineConfig, ReuseOptions]
     reuse = ReuseOptions().override(reuse_part(options, "KVBoost", EngineConfig))
     if "max_cache_bytes" in options:
         options["max_cache_bytes"] = parse_bytes(options["max_cache_bytes"])
+    if options.get("max_disk_bytes") is not None:
+        options["max_disk_bytes"] = parse_bytes(options["max_disk_bytes"], "max_disk_bytes")
     return EngineConfig(**options), reuse
 
 

@@ -6,7 +6,8 @@ through here, so equal prompts have equal ids.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from kvboost_rag.detect import DocumentIndex
@@ -22,14 +23,29 @@ PromptLike = str | Prompt | Sequence[Mapping[str, Any]]
 class Segmenter:
     """Turns whatever a caller may pass as a prompt into segments."""
 
-    def __init__(self, tokens: Tokens, chat_format: ChatFormat):
+    def __init__(
+        self,
+        tokens: Tokens,
+        chat_format: ChatFormat,
+        texts: Callable[[], Iterable[tuple[str, int]]] = tuple,
+    ):
+        """``texts``: documents that are warm from the start, with their numbers of tokens; asked for once, when
+        documents are first looked for."""
         self._tokens, self._chat_format = tokens, chat_format
+        self._texts = texts
+        self._once = threading.Lock()
         self.index = DocumentIndex()
 
     def file(self, text: str, num_tokens: int) -> None:
         """From now on find ``text`` in prompts, if it is long enough to be told from chance."""
         if num_tokens >= MIN_DETECTED_TOKENS:
             self.index.add(text)
+
+    def _file_those_from_before(self) -> None:
+        with self._once:
+            texts, self._texts = self._texts, tuple
+            for text, num_tokens in texts():
+                self.file(text, num_tokens)
 
     def as_prompt(self, prompt: PromptLike) -> Prompt:
         """A string is a raw completion, a list of chat messages is templated. Raises TypeError on anything else."""
@@ -44,6 +60,8 @@ class Segmenter:
     def segments(self, prompt: PromptLike, detect: bool = True) -> list[Segment]:
         """The prompt's ids, piece by piece; at most one BOS, in front."""
         prompt = self.as_prompt(prompt)
+        if detect:
+            self._file_those_from_before()
         segments = []
         if prompt.opening and not (prompt.pieces and self._tokens.starts_with_opening(prompt.pieces[0].text)):
             segments.append(Segment(self._tokens.opening_ids))

@@ -84,8 +84,7 @@ class Warmer:
         return len(document.ids) * (self._engine.bytes_per_token + ID_BYTES)
 
     def estimate(self, documents: Sequence[Document]) -> Estimate:
-        config = self._engine.config
-        budget = int(config.max_cache_bytes * config.warmed_share)
+        budget = self._engine.store.warmed_capacity
         total = num_fitting = 0
         for document in documents:
             total += self.size(document)

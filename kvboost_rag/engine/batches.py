@@ -75,7 +75,7 @@ def prefill_batch(engine: Engine, prompts: Sequence[Prompt], repair: Repair, roo
         repaired, num_done = engine.repaired(assembled, live, shared, repair)
         computed = torch.cat([live[num_done:], repaired]).sort().values
         parts.append(_row(assembled, computed, num_shared, shared))
-        fill(report, assembled, live, repaired, engine.store.tier)
+        fill(report, assembled, live, repaired, engine.store.tier_of)
         reports.append(report)
     shared.set_length(longest)
     logits, cache, plan = run(engine.model, shared, num_shared, parts, room)

@@ -62,6 +62,10 @@ class EngineConfig:
             if getattr(self, option) not in choices:
                 names = ", ".join(map(repr, choices))
                 raise OptionError.bad_value(option, getattr(self, option), f"one of {names}")
+        if self.max_disk_bytes is not None and (not isinstance(self.max_disk_bytes, int) or self.max_disk_bytes < 0):
+            raise OptionError.bad_value("max_disk_bytes", self.max_disk_bytes, "bytes, or None for no limit")
+        if self.max_disk_bytes is not None and self.cache_dir is None:
+            raise OptionError("max_disk_bytes limits the folder cache_dir, which is not given")
         if not self.max_quantization_kl >= 0:
             raise OptionError.bad_value("max_quantization_kl", self.max_quantization_kl, "a number of nats, 0 or more")
         if not 0 < self.warmed_share <= 1:

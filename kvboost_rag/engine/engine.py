@@ -96,7 +96,7 @@ class Engine:
             positions = torch.cat([live[num_done:], repaired]).sort().values
             logits = fused_forward(self.model, assembled.ids, positions, cache)[-1]
         cache.cancel_when(never)  # decoding ends between tokens
-        fill(report, assembled, live, repaired, self.store.tier)
+        fill(report, assembled, live, repaired, self.store.tier_of)
         return Prefilled(assembled.ids, cache, logits, report, assembled)
 
     def allowed(self, mode: str, repair: Repair, report: Report) -> tuple[str, Repair]:
@@ -274,7 +274,9 @@ def _timed(report: Report, step: str) -> Iterator[None]:
     report.seconds[step] = time.perf_counter() - started
 
 
-def fill(report: Report, assembled: Assembled, live: torch.Tensor, repaired: torch.Tensor, tier: str) -> None:
+def fill(
+    report: Report, assembled: Assembled, live: torch.Tensor, repaired: torch.Tensor, tier_of: Callable[[Entry], str]
+) -> None:
     """The counts of ``report`` from what was placed, live and repaired."""
     report.num_live_tokens, report.num_repaired_tokens = len(live), len(repaired)
     last = assembled.num_tokens - 1
@@ -287,7 +289,7 @@ def fill(report: Report, assembled: Assembled, live: torch.Tensor, repaired: tor
         elif placement.fidelity is Fidelity.APPROXIMATE:
             report.num_approximate_tokens += num_kept
         if chunk.document:
-            found = tier if placement.entry is not None else ""
+            found = tier_of(placement.entry) if placement.entry is not None else ""
             report.documents.append(
                 DocumentReport(len(chunk), chunk.start, placement.fidelity, num_repaired, tier=found)
             )

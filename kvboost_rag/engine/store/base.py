@@ -6,6 +6,7 @@ Knows keys, token ids and bytes; knows nothing of models, prompts or rotation.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -90,6 +91,23 @@ class Store(ABC):
 
     @abstractmethod
     def clear(self) -> None: ...
+
+    def close(self) -> None:
+        """Drop what is in memory. What lies on disk stays for the next process."""
+        self.clear()
+
+    def tier_of(self, entry: Entry) -> str:
+        """Where an entry that was just found came from."""
+        return self.tier
+
+    def texts(self) -> Iterator[tuple[str, int]]:
+        """Texts and numbers of tokens of warmed documents that were there before this store was opened."""
+        return iter(())
+
+    @property
+    @abstractmethod
+    def warmed_capacity(self) -> int:
+        """Bytes that warmed documents may hold in all."""
 
     @abstractmethod
     def stats(self) -> StoreStats: ...

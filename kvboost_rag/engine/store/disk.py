@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import shutil
 import threading
 import time
 import warnings
@@ -48,11 +49,14 @@ class DiskStore:
 
     Least recently used goes first, by-products before warmed entries, pinned ones never; a by-product never displaces
     a warmed entry. ``fsync``: what was put survives a power cut too (without, it may be lost; it is never read as
-    something else). Opening lists the folder and opens no file. Raises OptionError if it cannot be used.
+    something else). ``own``: nothing but this store's entries is in the folder, so ``clear`` deletes them all. Opening
+    lists the folder and opens no file. Raises OptionError if it cannot be used.
     """
 
-    def __init__(self, folder: str | os.PathLike[str], max_bytes: int | None = None, fsync: bool = False):
-        self.path, self.max_bytes, self.fsync = Path(folder), max_bytes, fsync
+    def __init__(
+        self, folder: str | os.PathLike[str], max_bytes: int | None = None, fsync: bool = False, own: bool = False
+    ):
+        self.path, self.max_bytes, self.fsync, self.own = Path(folder), max_bytes, fsync, own
         if max_bytes is not None and max_bytes < 0:
             raise OptionError.bad_value("max_bytes", max_bytes, "a number of bytes, or None for no limit")
         self._lock = threading.RLock()  # held for names and sizes, never while a file is read or written
@@ -225,11 +229,24 @@ class DiskStore:
             return len(names)
 
     def clear(self) -> None:
-        """Delete every file of a content that this store wrote, read or peeked at since it was opened; no other."""
+        """Delete every file of a content that this store wrote, read or peeked at since it was opened; no other,
+        unless the folder is its own."""
         with self._lock:
             known, self._known = self._known, set()
+            if self.own:
+                self._folder.refresh()
+                known |= {name.content for name in self._folder.files}
         for content in known:
             self.remove(content)
+
+    @property
+    def capacity(self) -> int:
+        """Bytes that entries may hold in all: the limit, or what they hold and the disk has left."""
+        if self.max_bytes is not None:
+            return self.max_bytes
+        with self._lock, suppress(OSError):
+            return self._folder.used_bytes + shutil.disk_usage(self.path).free
+        return 0
 
     def stats(self) -> DiskStats:
         with self._lock:

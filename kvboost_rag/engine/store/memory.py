@@ -171,6 +171,10 @@ class MemoryStore(Store):
             for entry in list(self._recency.values()):
                 self._drop(entry)
 
+    @property
+    def warmed_capacity(self) -> int:
+        return self.max_warmed_bytes
+
     def stats(self) -> StoreStats:
         with self._lock:
             return StoreStats(

@@ -29,5 +29,9 @@ class NullStore(Store):
     def clear(self) -> None:
         pass
 
+    @property
+    def warmed_capacity(self) -> int:
+        return 0
+
     def stats(self) -> StoreStats:
         return StoreStats(0, 0, 0, 0, 0, 0, 0)

@@ -8,7 +8,7 @@ them. A hit on disk is brought back into memory, and served all the same if memo
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import ClassVar
 from weakref import WeakValueDictionary
@@ -108,7 +108,8 @@ class TieredStore(Store):
     def clear(self) -> None:
         """Forget everything in memory, and delete every file whose content this store wrote, read or peeked at.
 
-        Other files in the folder (another model's, or never touched since it was opened) stay.
+        Other files in the folder stay (another model's, or never touched since it was opened), unless it is the disk
+        store's own.
         """
         with self._lock:
             self._unsaved.clear()
@@ -120,6 +121,16 @@ class TieredStore(Store):
         with self._lock:
             self._spill(list(self._unsaved.values()))
             self._unsaved.clear()
+            self.memory.close()
+
+    def texts(self) -> Iterator[tuple[str, int]]:
+        """From the headers of the files, each opened once."""
+        for _, text, num_tokens in self.disk.texts():
+            yield text, num_tokens
+
+    @property
+    def warmed_capacity(self) -> int:
+        return max(self.memory.warmed_capacity, self.disk.capacity)
 
     def stats(self) -> TieredStats:
         with self._lock:
