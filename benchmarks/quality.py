@@ -15,13 +15,14 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import json
 import platform
 import random
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +30,10 @@ import numpy as np
 import torch
 
 from kvboost_rag import KVBoost, Prompt, __version__, hub
-from kvboost_rag.engine.repair import BoundaryRepair, FullRepair, NoRepair, QueryRepair, Repair
-from kvboost_rag.engine.rope import Rope
-from kvboost_rag.engine.types import Segment
+from kvboost_rag.engine.codecs import CODECS, Codec
+from kvboost_rag.engine.repair import BoundaryRepair, DeviationRepair, FullRepair, NoRepair, QueryRepair, Repair
+from kvboost_rag.engine.rope import Rope, displace
+from kvboost_rag.engine.types import KV, Segment
 from kvboost_rag.prompt import Piece, document_pieces
 
 INSTRUCTION = (
@@ -64,12 +66,21 @@ ROWS = [
     Row("alone, last 16 of each (paper)", "alone", BoundaryRepair("end", 16)),
     Row("alone, first 4 of each", "alone", BoundaryRepair("start", 4)),
     Row("alone, query 5 %", "alone", QueryRepair(0.05)),
+    Row("header, none", "header", NoRepair()),
+    Row("header, boundary R = 16 (paper)", "header", BoundaryRepair("end", 16)),
+    Row("header, deviation 15 % (paper)", "header", DeviationRepair(0.15)),
+    Row("header, deviation 15 %, squared", "header", DeviationRepair(0.15, measure="squared")),
+    Row("header, query 15 %", "header", QueryRepair(0.15)),
     Row("shared primer, none", "shared primer", NoRepair()),
     Row("shared primer, query 5 %", "shared primer", QueryRepair(0.05)),
     Row("primer, none", "primer", NoRepair()),
     Row("primer, first 4 of each", "primer", BoundaryRepair("start", 4)),
     Row("primer, query 5 % (default)", "primer", QueryRepair()),
     Row("primer, query 15 %", "primer", QueryRepair(0.15)),
+    Row("primer, boundary R = 16 (paper)", "primer", BoundaryRepair("end", 16)),
+    Row("primer, deviation 15 % (paper)", "primer", DeviationRepair(0.15)),
+    Row("primer int8, none", "int8", NoRepair()),
+    Row("primer int4, none", "int4", NoRepair()),
     Row("primer, full", "primer", FullRepair()),
 ]
 
@@ -116,15 +127,15 @@ class Encodings:
     fixed seed, so that no document happens to be read behind the one that stands before it in its prompt.
     """
 
-    def __init__(self, model: Any, tokenizer: Any, corpus: list[str], needed: set[str]):
+    def __init__(self, model: Any, tokenizer: Any, corpus: list[str], needed: set[str], header: list[Segment]):
         texts = list(dict.fromkeys(corpus))
         random.Random(SEED).shuffle(texts)
-        names = ("alone", "not rotated", "shared primer", "primer")
+        names = ("alone", "not rotated", "header", "shared primer", "primer", "int8", "int4")
         self.engines = {name: KVBoost(model, tokenizer, max_cache_bytes="64GB") for name in names}
         alone, still = self.engines["alone"], self.engines["not rotated"]
-        for text in texts:
-            with alone.engine.lock:
-                alone.engine.warm([], Segment(alone.tokens.encode(text), document=True))
+        for name, context in (("alone", []), ("header", header)):
+            if name in needed or (name == "alone" and "not rotated" in needed):
+                _warm_behind(self.engines[name], context, texts)
         still.engine.store = alone.engine.store
         unmoved = Rope(torch.zeros_like(still.engine.model.rope().inv_freq))
         still.engine.model.rope = lambda num_tokens=0: unmoved
@@ -132,8 +143,29 @@ class Encodings:
             first, second = sorted(texts, key=lambda text: alone.engine.content_key(alone.tokens.encode(text)))[:2]
             self.engines["shared primer"].warm([t for t in texts if t != first], primer=first)
             self.engines["shared primer"].warm(first, primer=second)
-        if "primer" in needed:
-            print(self.engines["primer"].warm(texts, primer="auto"), file=sys.stderr)
+        primed = self.engines["primer"]
+        if needed & {"primer", "int8", "int4"}:
+            print(primed.warm(texts, primer="auto"), file=sys.stderr)
+        for name in needed & {"int8", "int4"}:
+            _requantise(primed, self.engines[name], texts, CODECS[name])
+
+
+def _warm_behind(boost: KVBoost, context: list[Segment], texts: list[str]) -> None:
+    for text in texts:
+        with boost.engine.lock:
+            boost.engine.warm(context, Segment(boost.tokens.encode_document(text), document=True))
+
+
+def _requantise(source: KVBoost, target: KVBoost, texts: list[str], codec: Codec) -> None:
+    """The same KV as ``source`` has, kept by ``codec``, without asking whether the model bears it."""
+    for text in texts:
+        entry = source.engine.store.peek(source.engine.content_key(source.tokens.encode_document(text)))
+        assert entry is not None
+        kv = entry.packed
+        assert isinstance(kv, KV)
+        assert kv.position is not None
+        free = replace(kv, keys=displace(kv.keys, kv.position, source.engine.model.rope()), position=None)
+        target.engine.store.put(replace(entry, packed=codec.encode(free), exact=False))
 
 
 def greedy(boost: KVBoost, prompt: Prompt, num_tokens: int) -> tuple[list[int], torch.Tensor]:
@@ -222,13 +254,14 @@ def run(arguments: argparse.Namespace, log: Callable[[str], None]) -> dict[str, 
     )
     plain = KVBoost(loaded.model, loaded.tokenizer)
     prompts = [build_prompt(plain, question) for question in questions]
-    rows = [row for row in ROWS if not arguments.rows or any(part in row.name for part in arguments.rows)]
+    rows = [row for row in ROWS if not arguments.rows or any(row.name.startswith(part) for part in arguments.rows)]
     if not any(row.name == REFERENCE for row in rows):
         rows.insert(0, next(row for row in ROWS if row.name == REFERENCE))
     encodings_needed = {row.encoding for row in rows}
     log(f"{len(questions)} questions; warming their documents in {len(encodings_needed)} ways")
     corpus = [document for question in questions for document in question.documents]
-    encodings = Encodings(loaded.model, loaded.tokenizer, corpus, encodings_needed)
+    header = list(itertools.takewhile(lambda segment: not segment.document, plain.segments(prompts[0])))
+    encodings = Encodings(loaded.model, loaded.tokenizer, corpus, encodings_needed, header)
     results: dict[str, list[dict[str, float]]] = {"joined tokenisation, full prefill": []}
     results |= {row.name: [] for row in rows}
     for number, prompt in enumerate(prompts, 1):
@@ -260,7 +293,7 @@ def main() -> None:
     parser.add_argument("--questions", type=int, default=20)
     parser.add_argument("--docs", type=int, default=4, help="passages per question")
     parser.add_argument("--tokens", type=int, default=24, help="tokens generated and compared")
-    parser.add_argument("--rows", nargs="*", help="only rows whose name contains one of these")
+    parser.add_argument("--rows", nargs="*", help="only rows whose name starts with one of these")
     parser.add_argument("--json", type=Path, help="write everything here")
     arguments = parser.parse_args()
     result = run(arguments, lambda line: print(line, file=sys.stderr, flush=True))
