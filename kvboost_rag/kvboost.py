@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from kvboost_rag import hub
+from kvboost_rag.boundaries import break_ids
 from kvboost_rag.engine.engine import Engine, Prefilled
 from kvboost_rag.engine.generate import GenerationOptions, TextAssembler
 from kvboost_rag.engine.model import Model
@@ -53,7 +54,8 @@ class KVBoost:
         salt = self.tokens.fingerprint + config.tenant.encode()
         served = Model(model, salt)
         try:
-            self.engine = Engine(served, make_store(config, served.fingerprint()), config)
+            breaks = break_ids(tokenizer) if config.boundary_window else frozenset()
+            self.engine = Engine(served, make_store(config, served.fingerprint()), config, breaks)
         except BaseException:
             served.close()
             raise
@@ -96,7 +98,8 @@ class KVBoost:
         ``max_cache_bytes`` (``"2GB"``), ``cache_dir`` (a folder in which documents outlive the process, up to
         ``max_disk_bytes``), ``kv_dtype`` (``"auto"``, ``"int8"``, ``"int4"``: how documents are kept; where that
         changes the next token by more than ``max_quantization_kl`` (0.05) nats, wider), ``eviction`` (``"gdsf"``,
-        ``"lru"``, ``"importance"``), ``chunk_size`` (128), ``warmed_share`` (0.9), ``tenant`` ("").
+        ``"lru"``, ``"importance"``), ``chunk_size`` (128), ``boundary_window`` (0), ``sink_tokens`` (0),
+        ``prefill_chunk_tokens`` (2048), ``warmed_share`` (0.9), ``tenant`` ("").
 
         Raises ModelNotFoundError, UnsupportedModelError, OptionError.
         """

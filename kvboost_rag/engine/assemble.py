@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from kvboost_rag.engine.chunking import chunk_prompt
+from kvboost_rag.engine.chunking import Cutting, sink_positions
 from kvboost_rag.engine.keys import chunk_keys
 from kvboost_rag.engine.repair import Reused
 from kvboost_rag.engine.store import Entry, Store
@@ -36,39 +36,44 @@ class Placement:
 class Assembled:
     """A prompt with its hits (the paper's AssembledPrompt).
 
-    ``ids``: (num_tokens,) int64. The last token is always live: its logits are what the prompt is run for.
+    ``ids``: (num_tokens,) int64. The last token is always live: its logits are what the prompt is run for. So are the
+    first ``num_sinks``.
     """
 
     ids: torch.Tensor
     placements: tuple[Placement, ...]
+    num_sinks: int = 0
 
     @property
     def num_tokens(self) -> int:
         return int(self.ids.shape[0])
 
     def live_positions(self) -> torch.Tensor:
-        """Positions without reusable KV, ascending."""
+        """Positions that are computed whatever is chosen for repair, ascending."""
         live = torch.ones(self.num_tokens, dtype=torch.bool)
         for placement in self.placements:
             if placement.entry is not None:
                 live[placement.chunk.start : placement.chunk.end] = False
+        live[: self.num_sinks] = True
         live[-1] = True
         return live.nonzero()[:, 0]
 
     def approximate_spans(self) -> list[Reused]:
-        """What a repair strategy may choose from: approximate hits, less the last token, which is live anyway."""
-        last = self.num_tokens - 1
+        """What a repair strategy may choose from: approximate hits, less the tokens that are live anyway."""
+        first, last = self.num_sinks, self.num_tokens - 1
         spans = [
-            Reused(p.chunk.start, min(p.chunk.end, last)) for p in self.placements if p.fidelity is Fidelity.APPROXIMATE
+            Reused(max(p.chunk.start, first), min(p.chunk.end, last))
+            for p in self.placements
+            if p.fidelity is Fidelity.APPROXIMATE
         ]
-        return [span for span in spans if len(span)]
+        return [span for span in spans if span.start < span.end]
 
 
 def assemble(
-    segments: Sequence[Segment], store: Store, fingerprint: bytes, chunk_size: int, mode: str = "reuse"
+    segments: Sequence[Segment], store: Store, fingerprint: bytes, cutting: Cutting, mode: str = "reuse"
 ) -> Assembled:
     """Look every chunk up. ``prefix`` mode (PREFIX_ONLY) keeps the leading run of exact hits and drops the rest."""
-    chunks = chunk_prompt(segments, chunk_size)
+    chunks = cutting.chunks(segments)
     placements = []
     leading = True
     for chunk, keys in zip(chunks, chunk_keys(chunks, fingerprint), strict=True):
@@ -82,4 +87,4 @@ def assemble(
         else:
             placements.append(Placement(chunk, keys, hit[1], hit[0]))
     ids = torch.tensor([token for chunk in chunks for token in chunk.ids], dtype=torch.int64)
-    return Assembled(ids, tuple(placements))
+    return Assembled(ids, tuple(placements), len(sink_positions(len(ids), cutting.sinks)))

@@ -85,8 +85,7 @@ def prefill_batch(engine: Engine, prompts: Sequence[Prompt], repair: Repair, roo
 
 
 def _lookup(engine: Engine, prompts: Sequence[Prompt]) -> list[Assembled]:
-    fingerprint, size = engine.model.fingerprint(), engine.config.chunk_size
-    return [assemble(prompt, engine.store, fingerprint, size) for prompt in prompts]
+    return [assemble(prompt, engine.store, engine.model.fingerprint(), engine.cutting) for prompt in prompts]
 
 
 def common_prefix(rows: Sequence[Assembled]) -> int:

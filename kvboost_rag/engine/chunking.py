@@ -12,10 +12,29 @@ by them like any others. The paper hashes between the nominal cuts instead, wher
 from __future__ import annotations
 
 from collections.abc import Sequence, Set
+from dataclasses import dataclass
 from itertools import groupby, pairwise
 
 from kvboost_rag.engine.types import Chunk, Segment
 from kvboost_rag.errors import OptionError
+
+
+@dataclass(frozen=True)
+class Cutting:
+    """How prompts are cut: ``chunk_size`` (the paper's C), ``window`` (w) around each split of text in which an id of
+    ``breaks`` attracts it, and ``sinks`` (s), first tokens of a prompt that are always computed fresh."""
+
+    chunk_size: int = 128
+    window: int = 0
+    breaks: frozenset[int] = frozenset()
+    sinks: int = 0
+
+    def __post_init__(self) -> None:
+        _check_window(self.window, self.chunk_size)
+        sink_positions(0, self.sinks)
+
+    def chunks(self, segments: Sequence[Segment]) -> list[Chunk]:
+        return chunk_prompt(segments, self.chunk_size, self.window, self.breaks)
 
 
 def fixed(ids: Sequence[int], chunk_size: int, start: int = 0) -> list[Chunk]:

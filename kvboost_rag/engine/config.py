@@ -32,15 +32,21 @@ def parse_bytes(value: int | str, option: str = "max_cache_bytes") -> int:
 class EngineConfig:
     """How the engine cuts and keeps.
 
-    ``chunk_size``: tokens per FIXED chunk (the paper's C). ``max_cache_bytes``: the byte budget of all kept KV, of
-    which warmed documents may hold ``warmed_share``; ``eviction``: which of them go first. ``kv_dtype``: how the KV of
-    documents is kept, ``"auto"`` as computed; where quantisation changes the next token by more than
-    ``max_quantization_kl`` (nats a token) a document is kept wider. ``cache_dir``: a folder in which documents are
-    kept too, up to ``max_disk_bytes``, for later processes. ``tenant``: a salt; engines of different tenants never
-    share KV.
+    ``chunk_size``: tokens per FIXED chunk (the paper's C); ``boundary_window`` (w): how far a cut moves to the next end
+    of a sentence; ``sink_tokens`` (s): first tokens of a prompt that are always computed fresh;
+    ``prefill_chunk_tokens``: at most that many tokens go through the model at once, so that long documents fit.
+
+    ``max_cache_bytes``: the byte budget of all kept KV, of which warmed documents may hold ``warmed_share``;
+    ``eviction``: which of them go first. ``kv_dtype``: how the KV of documents is kept, ``"auto"`` as computed; where
+    quantisation changes the next token by more than ``max_quantization_kl`` (nats a token) a document is kept wider.
+    ``cache_dir``: a folder in which documents are kept too, up to ``max_disk_bytes``, for later processes.
+    ``tenant``: a salt; engines of different tenants never share KV.
     """
 
     chunk_size: int = 128
+    boundary_window: int = 0
+    sink_tokens: int = 0
+    prefill_chunk_tokens: int = 2048
     max_cache_bytes: int = 2_000_000_000
     warmed_share: float = 0.9
     tenant: str = ""
@@ -58,6 +64,17 @@ class EngineConfig:
     def __post_init__(self) -> None:
         if not isinstance(self.chunk_size, int) or self.chunk_size < 1:
             raise OptionError.bad_value("chunk_size", self.chunk_size, "a whole number of tokens, 1 or more")
+        for option in ("boundary_window", "sink_tokens"):
+            value = getattr(self, option)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+                raise OptionError.bad_value(option, value, "a whole number of tokens, 0 or more")
+        if not isinstance(self.prefill_chunk_tokens, int) or self.prefill_chunk_tokens < 1:
+            value = self.prefill_chunk_tokens
+            raise OptionError.bad_value("prefill_chunk_tokens", value, "a whole number of tokens, 1 or more")
+        if 2 * self.boundary_window >= max(self.chunk_size, 1):
+            raise OptionError.bad_value(
+                "boundary_window", self.boundary_window, f"less than half of chunk_size={self.chunk_size}"
+            )
         for option, choices in (("eviction", EVICTION_NAMES), ("kv_dtype", KV_DTYPES)):
             if getattr(self, option) not in choices:
                 names = ", ".join(map(repr, choices))

@@ -20,6 +20,7 @@ from transformers import DynamicCache
 from kvboost_rag.engine.assemble import MODES, Assembled, Placement, assemble
 from kvboost_rag.engine.cache import SlotCache, never
 from kvboost_rag.engine.capabilities import Reuse
+from kvboost_rag.engine.chunking import Cutting
 from kvboost_rag.engine.codecs import CODECS, Packed
 from kvboost_rag.engine.config import EngineConfig
 from kvboost_rag.engine.forward import fused_forward, key_deviation, scout
@@ -49,8 +50,10 @@ class Prefilled:
 class Engine:
     """Reuses KV for one model. Safe from many threads: one forward at a time, decode steps taken in turn."""
 
-    def __init__(self, model: Model, store: Store, config: EngineConfig):
+    def __init__(self, model: Model, store: Store, config: EngineConfig, breaks: frozenset[int] = frozenset()):
+        """``breaks``: ids behind which text reads well when it is cut there; for ``boundary_window``."""
         self.model, self.store, self.config = model, store, config
+        self.cutting = Cutting(config.chunk_size, config.boundary_window, breaks, config.sink_tokens)
         self.num_kept_wider = 0  # documents that the codec asked for would have changed too much
         self.lock = FairLock()
 
@@ -84,7 +87,7 @@ class Engine:
         mode, repair = self.allowed(mode, repair, report)
         with _timed(report, "lookup"):
             fingerprint = self.model.fingerprint(num_tokens)
-            assembled = assemble(segments, self.store, fingerprint, self.config.chunk_size, mode)
+            assembled = assemble(segments, self.store, fingerprint, self.cutting, mode)
         with _timed(report, "stitch"):
             cache = self.model.new_cache(num_tokens + max_new_tokens)
             cache.cancel_when(cancelled)
@@ -94,7 +97,8 @@ class Engine:
             repaired, num_done = self.repaired(assembled, live, cache, repair)
         with _timed(report, "forward"):
             positions = torch.cat([live[num_done:], repaired]).sort().values
-            logits = fused_forward(self.model, assembled.ids, positions, cache)[-1]
+            size = self.config.prefill_chunk_tokens
+            logits = fused_forward(self.model, assembled.ids, positions, cache, slice_tokens=size)[-1]
         cache.cancel_when(never)  # decoding ends between tokens
         fill(report, assembled, live, repaired, self.store.tier_of)
         return Prefilled(assembled.ids, cache, logits, report, assembled)
@@ -191,14 +195,17 @@ class Engine:
         self.check_length(num_tokens, 0, "a document (with its primer)")
         fingerprint = self.model.fingerprint(num_tokens)
         mode = "prefix" if self.model.capabilities.reuse is Reuse.PREFIX_ONLY else "reuse"
-        assembled = assemble(segments, self.store, fingerprint, self.config.chunk_size, mode)
+        assembled = assemble(segments, self.store, fingerprint, self.cutting, mode)
         *before, target = assembled.placements
         target = replace(target, fidelity=Fidelity.MISS, entry=None)
         assembled = replace(assembled, placements=(*before, target))
         cache = self.model.new_cache(assembled.num_tokens)
         stitch(assembled, cache, self.model.rope(num_tokens))
         num_logits = max(1, num_probe_tokens(len(document.ids)))
-        logits = fused_forward(self.model, assembled.ids, assembled.live_positions(), cache, num_logits)
+        size = self.config.prefill_chunk_tokens
+        logits = fused_forward(
+            self.model, assembled.ids, assembled.live_positions(), cache, num_logits, slice_tokens=size
+        )
         exact = True
         for placement in before:
             exact = exact and placement.fidelity is not Fidelity.APPROXIMATE
@@ -279,11 +286,12 @@ def fill(
 ) -> None:
     """The counts of ``report`` from what was placed, live and repaired."""
     report.num_live_tokens, report.num_repaired_tokens = len(live), len(repaired)
-    last = assembled.num_tokens - 1
     for placement in assembled.placements:
         chunk = placement.chunk
-        num_repaired = int(((repaired >= chunk.start) & (repaired < chunk.end)).sum())
-        num_kept = len(chunk) - num_repaired - (1 if chunk.start <= last < chunk.end else 0)
+        num_repaired, num_live = (
+            int(((positions >= chunk.start) & (positions < chunk.end)).sum()) for positions in (repaired, live)
+        )
+        num_kept = len(chunk) - num_repaired - num_live
         if placement.fidelity is Fidelity.EXACT:
             report.num_exact_tokens += num_kept
         elif placement.fidelity is Fidelity.APPROXIMATE:

@@ -29,13 +29,20 @@ def fused_forward(
     num_logits: int = 1,
     hidden: torch.Tensor | None = None,
     capture: Capture | None = None,
+    slice_tokens: int | None = None,
 ) -> torch.Tensor:
     """Compute ``positions`` (ascending, int64) of the prompt ``ids`` (num_tokens,) in one call of the model.
 
-    Every slot up to the last position must hold KV, be in ``positions`` or be ``hidden`` (num_tokens,) bool.
+    Every slot up to the last position must hold KV, be in ``positions`` or be ``hidden`` (num_tokens,) bool. With
+    ``slice_tokens`` it takes as many calls as there are slices of that many positions: the same result, for memory
+    that does not grow with their number. A rope that changes with length is never sliced.
     Returns the logits of the last ``num_logits`` positions, (num_logits, vocab) float32; fills their slots.
     """
     num_tokens = ids.shape[0]
+    if slice_tokens and not model.regime(num_tokens):
+        while len(positions) > slice_tokens + num_logits:
+            fused_forward(model, ids, positions[:slice_tokens], cache)
+            positions = positions[slice_tokens:]
     if model.capabilities.reuse is Reuse.PREFIX_ONLY:  # then these are the positions behind a filled prefix
         cache.set_length(int(positions[0]))
         return model.forward(ids[positions], cache, positions, num_logits)

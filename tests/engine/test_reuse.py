@@ -10,10 +10,12 @@ import itertools
 
 import pytest
 import torch
+from conftest import build_model
 from prompts import (
     GAPS,
     HEADER,
     NEW,
+    PRIMER,
     QUESTION,
     SEP,
     TOLERANCE,
@@ -29,7 +31,11 @@ from prompts import (
 )
 
 from kvboost_rag.engine.assemble import assemble
+from kvboost_rag.engine.chunking import Cutting
+from kvboost_rag.engine.config import EngineConfig
+from kvboost_rag.engine.engine import Engine
 from kvboost_rag.engine.forward import fused_forward
+from kvboost_rag.engine.model import Model
 from kvboost_rag.engine.repair import BoundaryRepair, FullRepair, NoRepair, QueryRepair, Repair
 from kvboost_rag.engine.store import MemoryStore, NullStore
 from kvboost_rag.engine.types import Fidelity, Segment
@@ -236,7 +242,7 @@ def test_entries_of_another_model_never_match() -> None:
 
 def test_assembling_looks_every_chunk_up_on_its_own() -> None:
     engine = warmed()
-    assembled = assemble(GAPS["new between"], engine.store, engine.model.fingerprint(), 16)
+    assembled = assemble(GAPS["new between"], engine.store, engine.model.fingerprint(), Cutting(16))
     found = [(p.chunk.document, p.fidelity) for p in assembled.placements]
     assert found == [
         (False, Fidelity.MISS),
@@ -270,3 +276,49 @@ def test_more_repair_means_less_error() -> None:
             errors[ratio] += float((prefill(engine, segments, QueryRepair(ratio)).logits - expected).abs().mean())
     assert errors[0.5] < errors[0.0]
     assert errors[1.0] / 20 < TOLERANCE
+
+
+def test_sinks_are_always_computed_and_counted_as_live() -> None:
+    engine = Engine(Model(build_model()), MemoryStore(10**8), EngineConfig(chunk_size=16, sink_tokens=4))
+    with engine.lock:
+        engine.warm([], A)
+    for segments in ([A, QUESTION], [HEADER, B, QUESTION]):
+        for _ in range(2):
+            result = prefill(engine, segments, FullRepair())
+            assert_same(result.logits, cold(engine, segments))
+    report = prefill(engine, [A, QUESTION]).report
+    assert report.num_live_tokens >= 4 + 1
+    assert report.num_exact_tokens + report.num_approximate_tokens + report.num_live_tokens == report.num_prompt_tokens
+
+
+def test_moved_cuts_are_found_again() -> None:
+    """Hashes use the boundaries that were cut: the same text gives the same chunks, wherever the windows moved them."""
+    config = EngineConfig(chunk_size=16, boundary_window=5)
+    engine = Engine(Model(build_model()), MemoryStore(10**8), config, breaks=frozenset(range(5, 60)))
+    text = [Segment(ids(400, 100)), QUESTION]
+    prefill(engine, text)
+    again = prefill(engine, text)
+    assert again.report.num_exact_tokens > 80
+    assert_same(again.logits, cold(engine, text))
+    assert {len(p.chunk) for p in again.assembled.placements} - {16}  # some did move
+
+
+@pytest.mark.parametrize("size", [1, 7, 64, 1000])
+def test_prefill_in_slices_is_the_same_prefill(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No call of the model sees more tokens than were asked for, but for those whose logits are wanted."""
+    config = EngineConfig(chunk_size=16, prefill_chunk_tokens=size)
+    engine, whole = Engine(Model(build_model()), MemoryStore(10**8), config), warmed()
+    widths: list[int] = []
+    first = engine.model.module.model.layers[0].mlp
+    own = first.forward
+    monkeypatch.setattr(first, "forward", lambda hidden: (widths.append(hidden.shape[1]), own(hidden))[1])
+    with engine.lock:
+        for document in (A, B, C):
+            engine.warm(PRIMER, document)
+    assert max(widths) <= size + 16
+    widths.clear()
+    segments = [HEADER, B, SEP, NEW, SEP, A, QUESTION]
+    result = prefill(engine, segments)
+    assert max(widths) <= size + 1
+    assert_same(result.logits, prefill(whole, segments).logits)
+    assert_same(prefill(engine, segments, FullRepair()).logits, cold(engine, segments))
