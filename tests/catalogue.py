@@ -203,6 +203,7 @@ def table() -> str:
         "",
         "```python",
         "import kvboost_rag",
+        "",
         'print(kvboost_rag.doctor("HuggingFaceTB/SmolLM2-135M-Instruct"))',
         "```",
         "",
