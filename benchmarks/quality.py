@@ -35,6 +35,7 @@ from kvboost_rag.engine.repair import BoundaryRepair, DeviationRepair, FullRepai
 from kvboost_rag.engine.rope import Rope, displace
 from kvboost_rag.engine.types import KV, Segment
 from kvboost_rag.prompt import Piece, document_pieces
+from kvboost_rag.verify import greedy
 
 INSTRUCTION = (
     "You will be given several passages and then a question about them. Answer directly from the passages, in at most "
@@ -168,18 +169,6 @@ def _requantise(source: KVBoost, target: KVBoost, texts: list[str], codec: Codec
         target.engine.store.put(replace(entry, packed=codec.encode(free), exact=False))
 
 
-def greedy(boost: KVBoost, prompt: Prompt, num_tokens: int) -> tuple[list[int], torch.Tensor]:
-    """What full prefill generates, and the logits (num_tokens, vocab) it chose from."""
-    prefilled = boost._prefill(prompt, {"mode": "baseline"}, "quality")
-    ids, rows = [], [prefilled.logits]
-    with boost.engine.lock:
-        for _ in range(num_tokens):
-            ids.append(int(rows[-1].argmax()))
-            if len(ids) < num_tokens:
-                rows.append(boost.engine.model.forward(torch.tensor(ids[-1:]), prefilled.cache)[-1])
-    return ids, torch.stack(rows)
-
-
 def divergence(full: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     """KL(full || other) per token, nats."""
     p, q = full.log_softmax(-1), other.log_softmax(-1)
@@ -266,7 +255,9 @@ def run(arguments: argparse.Namespace, log: Callable[[str], None]) -> dict[str, 
     results |= {row.name: [] for row in rows}
     for number, prompt in enumerate(prompts, 1):
         started = time.perf_counter()
-        ids, full = greedy(plain, prompt, arguments.tokens)
+        prefilled = plain._prefill(prompt, {"mode": "baseline"}, "quality")
+        with plain.engine.lock:
+            ids, full = greedy(plain.engine, prefilled, arguments.tokens)
         results["joined tokenisation, full prefill"].append(joined(plain, prompt, ids, full))
         for row in rows:
             results[row.name].append(measure(encodings.engines[row.encoding], prompt, row.repair, ids, full))

@@ -16,8 +16,6 @@ from transformers.cache_utils import DynamicCache
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
-LINEAR_LAYERS = ("linear_attention", "mamba", "conv", "recurrent")
-
 
 @dataclass(frozen=True)
 class ForwardNames:
