@@ -201,7 +201,8 @@ class Engine:
         assembled = replace(assembled, placements=(*before, target))
         cache = self.model.new_cache(assembled.num_tokens)
         stitch(assembled, cache, self.model.rope(num_tokens))
-        num_logits = max(1, num_probe_tokens(len(document.ids)))
+        judged = self.config.codec != "raw"  # whose last tokens say what quantisation costs
+        num_logits = max(1, num_probe_tokens(len(document.ids))) if judged else 1
         size = self.config.prefill_chunk_tokens
         logits = fused_forward(
             self.model, assembled.ids, assembled.live_positions(), cache, num_logits, slice_tokens=size
