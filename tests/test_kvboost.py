@@ -11,7 +11,7 @@ from conftest import build_model, build_tokenizer, document
 from transformers import PreTrainedTokenizerFast
 
 from kvboost_rag import BudgetWarning, KVBoost, OptionError, PromptTooLongError, UnsupportedModelError
-from kvboost_rag.engine.attention import is_installed
+from kvboost_rag.engine.exchange import is_installed
 from kvboost_rag.errors import ClosedEngineError, ModelNotFoundError
 from kvboost_rag.owner import engine_of
 from kvboost_rag.prompt import Piece

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from kvboost_rag.engine import attention, compat
+from kvboost_rag.engine import compat, exchange
 from kvboost_rag.engine.attention import Capture, Plan
 from kvboost_rag.engine.cache import Slab, SlotCache
 from kvboost_rag.engine.capabilities import Capabilities
@@ -63,6 +63,23 @@ class Model:
     def bytes_per_token(self) -> int:
         """Raw KV bytes of one token: keys and values of every layer."""
         return 2 * self.num_layers * self.kv_heads * self.head_dim * self.dtype.itemsize
+
+    @property
+    def balanced_keys(self) -> float:
+        """How many keys a row has to see until attention takes as many operations as everything else in a layer."""
+        embeddings = {
+            id(p)
+            for part in (self.module.get_input_embeddings(), self.module.get_output_embeddings())
+            if part is not None
+            for p in part.parameters()
+        }
+        weights = sum(p.numel() for p in self.module.parameters() if id(p) not in embeddings)
+        return max(1.0, float(weights) / (2 * self.num_layers * self.capabilities.num_heads * self.head_dim))
+
+    def settle(self) -> None:
+        """Wait until the device has done what it was given."""
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize()
 
     # What depends on the length of the prompt, for ropes that change with it
 
@@ -138,7 +155,7 @@ class Model:
         plan = Plan(positions.to(self.device), self.dtype, hidden, capture, stock=self.stock_attention and not capture)
         return self._runner.scattered(ids, cache, plan, num_logits)
 
-    def rows(self, ids: torch.Tensor, positions: torch.Tensor, cache: Any, plan: attention.Attending) -> torch.Tensor:
+    def rows(self, ids: torch.Tensor, positions: torch.Tensor, cache: Any, plan: exchange.Attending) -> torch.Tensor:
         """Several prompts at once, (rows, num_tokens) each. Returns (rows, vocab) float32."""
         self._check_open()
         return self._runner.rows(ids, positions, cache, plan)
@@ -146,7 +163,7 @@ class Model:
     def _check_open(self) -> None:
         if self._uninstall is None:
             raise ClosedEngineError("this engine was closed; build a new one")
-        if self.capabilities.planned and not attention.is_installed(self.module):
+        if self.capabilities.planned and not exchange.is_installed(self.module):
             raise RuntimeError(
                 "the model's attention implementation was changed while an engine serves it; "
                 "close the engine before calling set_attn_implementation"
@@ -164,7 +181,7 @@ class Model:
 def _install(model: Any) -> Callable[[], None]:
     """Try to give ``model`` an attention that can follow plans; the probe sees whether it does."""
     try:
-        return attention.install(model)
+        return exchange.install(model)
     except (ValueError, AttributeError, KeyError, NotImplementedError):
         return lambda: None
 

@@ -5,7 +5,8 @@ Knows a ``transformers`` model and what plain rotary KV must look like; knows no
 
 1. Every layer caches plain keys and values of one shape, and nothing else.
 2. One token alone, at several positions. Its hidden states are the same at all of them, so each layer's key must be
-   the exactly rotated one, by frequencies and a pairing that are found out, or the same (a layer without positions).
+   the exactly rotated one, by frequencies and a pairing that are found out, or the same (a layer without positions):
+   `rotation.py`.
 3. Eight tokens over the cache of eight others give what sixteen give at once; a moved chunk is what a prefill at its
    place gives; and a fused forward at scattered positions gives the logits of a prefill.
 """
@@ -19,18 +20,17 @@ from typing import Any
 import torch
 from transformers import DynamicCache
 
-from kvboost_rag.engine import attention, compat
+from kvboost_rag.engine import compat, exchange
 from kvboost_rag.engine.attention import Plan, Traits
 from kvboost_rag.engine.cache import SlotCache
-from kvboost_rag.engine.capabilities import Capabilities, Layer, Reuse, RopeSwitch, Rotary
+from kvboost_rag.engine.capabilities import Capabilities, Layer, Reuse, Rotary
 from kvboost_rag.engine.rope import Rope, move
+from kvboost_rag.engine.rotation import KEY_TOLERANCE, Source, keys_at, rotations, switch_of
 from kvboost_rag.engine.runner import Runner
 from kvboost_rag.errors import UnsupportedModelError
 
-POSITIONS = (1, 29)
 NUM_TOKENS = 16
-# How far keys may be off, relative to the largest one; and logits, as the norm of the difference over their norm.
-KEY_TOLERANCE = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 3e-2}
+# How far logits may be off, as the norm of the difference over their norm.
 LOGIT_TOLERANCE = {torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 1e-1}
 PLAIN_LAYERS = {"DynamicLayer", "DynamicSlidingWindowLayer"}
 PLAIN_TYPES = {"full_attention", "sliding_attention", "attention"}
@@ -38,8 +38,6 @@ INSTEAD = (
     "Use a decoder with rotary positions and plain keys and values, such as Llama, Qwen2/3, Mistral, Gemma 1-3, Phi, "
     "SmolLM or gpt-oss; this model still runs with transformers' own generate()."
 )
-
-Source = tuple[torch.nn.Module, str]  # a module and the name of its frequencies
 FAILURES = (RuntimeError, TypeError, ValueError, AttributeError, KeyError, IndexError, NotImplementedError)
 
 
@@ -64,7 +62,7 @@ class Probed:
 
 
 def probe(runner: Runner) -> Probed:
-    """Examine the module of ``runner``, in evaluation mode, on which ``attention.install`` was tried.
+    """Examine the module of ``runner``, in evaluation mode, on which ``exchange.install`` was tried.
 
     Sets how ``runner`` masks. Raises UnsupportedModelError with what was seen.
     """
@@ -110,8 +108,9 @@ def check_design(runner: Runner) -> None:
 def _probe(runner: Runner) -> Probed:
     config = compat.text_config(runner.module)
     switch = switch_of(config)
-    with attention.recording() as traits:
-        still = _keys_at(runner, 0)
+    token = _token_ids(runner)[3]
+    with exchange.recording() as traits:
+        still = keys_at(runner, token, 0)
     num_layers = config.num_hidden_layers
     shapes = {(*tuple(keys.shape[1:]), values.shape[-1]) for keys, values in still}
     if len(still) != num_layers or len(shapes) != 1 or any(keys.shape[-1] != v.shape[-1] for keys, v in still):
@@ -119,7 +118,7 @@ def _probe(runner: Runner) -> Probed:
             f"its {num_layers} layers do not cache keys and values of one shape each (found {len(still)} of shapes "
             f"{sorted(shapes)})"
         )
-    found = _rotations(runner, [keys for keys, _ in still], switch)
+    found = rotations(runner, token, [keys for keys, _ in still], switch)
     layers = []
     for number, (rotary, source) in enumerate(found):
         trait = traits.get(number) or Traits(window=_window(config, number))
@@ -146,17 +145,6 @@ def _probe(runner: Runner) -> Probed:
     return _checked(runner, probed)
 
 
-def switch_of(config: Any) -> RopeSwitch | None:
-    """Where the rope of ``config`` changes with the length of the sequence, if it does."""
-    for parameters in compat.rope_parameters(config):
-        if parameters["rope_type"] == "longrope":
-            limit = parameters.get("original_max_position_embeddings") or config.original_max_position_embeddings
-            return RopeSwitch("longrope", int(limit))
-        if "dynamic" in parameters["rope_type"]:
-            return RopeSwitch("dynamic", int(config.max_position_embeddings))
-    return None
-
-
 def _left_out(config: Any, layers: list[Layer]) -> Iterator[str]:
     """What the configuration has and the model's attention does without."""
     cap = getattr(config, "attn_logit_softcapping", None)
@@ -179,86 +167,9 @@ def _windows(config: Any, layers: list[Layer]) -> dict[str, int | None]:
     return {types[n]: layer.window for n, layer in enumerate(layers)} if types else {}
 
 
-@torch.no_grad()
-def _keys_at(runner: Runner, position: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Keys and values (1, kv_heads, 1, head_dim) of every layer for one token alone at ``position``."""
-    cache = DynamicCache()
-    runner(torch.tensor([_token_ids(runner)[3]]), cache, torch.tensor([position]))
-    return [(layer.keys, layer.values) for layer in cache.layers]
-
-
 def _token_ids(runner: Runner) -> list[int]:
     step = max(1, runner.module.get_input_embeddings().weight.shape[0] // (NUM_TOKENS + 1))
     return [step * n for n in range(1, NUM_TOKENS + 1)]
-
-
-def _rotations(
-    runner: Runner, still: list[torch.Tensor], switch: RopeSwitch | None
-) -> list[tuple[Rotary, Source | None]]:
-    """Step 2: how each layer's keys turn, the same at every position tried, past a switch too."""
-    positions = [p for p in POSITIONS if switch is None or p < switch.limit] or [1]
-    if switch is not None:
-        positions.append(switch.limit + 5)
-    chosen: list[tuple[Rotary, Source | None]] = []
-    for position in positions:
-        turned = [keys for keys, _ in _keys_at(runner, position)]
-        if not chosen:
-            chosen = [_best(runner, n, *pair, positions[0]) for n, pair in enumerate(zip(still, turned, strict=True))]
-        for number, (rotary, source) in enumerate(chosen):
-            off = _off(still[number], turned[number], position, rotary, source)
-            if off > KEY_TOLERANCE.get(runner.dtype, 3e-2):
-                raise UnsupportedModelError(
-                    f"the keys of layer {number} at position {position} are neither those of position 0 rotated by "
-                    f"any frequencies the model has, nor unchanged (off by {off:.1%} of their size): positions enter "
-                    "another way (learned, ALiBi, M-RoPE or latent attention)"
-                )
-    if all(rotary is Rotary.NONE for rotary, _ in chosen):
-        raise UnsupportedModelError(
-            "no layer rotates its keys: positions enter another way (learned, ALiBi) or not at all"
-        )
-    return chosen
-
-
-def _best(
-    runner: Runner, layer: int, still: torch.Tensor, turned: torch.Tensor, position: int
-) -> tuple[Rotary, Source | None]:
-    """The rotation that explains one layer's keys best; none, if that explains them well enough."""
-    if _off(still, turned, position, Rotary.NONE, None) <= KEY_TOLERANCE.get(runner.dtype, 3e-2):
-        return Rotary.NONE, None
-    choices = [
-        (rotary, source)
-        for source in _frequencies(runner.module, still.shape[-1])
-        for rotary in (Rotary.HALF_SPLIT, Rotary.INTERLEAVED)
-    ]
-    if not choices:
-        raise UnsupportedModelError(
-            f"the keys of layer {layer} change with their position, but it has no rotary frequencies (inv_freq): "
-            "positions enter another way (learned embeddings)"
-        )
-    return min(choices, key=lambda choice: _off(still, turned, position, *choice))
-
-
-def _off(still: torch.Tensor, turned: torch.Tensor, position: int, rotary: Rotary, source: Source | None) -> float:
-    """How far ``still`` moved to ``position`` is from ``turned``, relative to the largest key."""
-    if source is not None:
-        rope = Rope(getattr(*source).detach().float().cpu(), rotary is Rotary.INTERLEAVED)
-        still = move(still.float(), position, rope)
-    largest = turned.float().abs().max().clamp_min(1e-30)
-    return float((still.float() - turned.float()).abs().max() / largest)
-
-
-def _frequencies(module: torch.nn.Module, head_dim: int) -> Iterator[Source]:
-    """Every table of inverse frequencies in use, one of each value."""
-    seen: list[torch.Tensor] = []
-    for part in module.modules():
-        for name, value in {**part.__dict__, **part._buffers}.items():
-            if not name.endswith("inv_freq") or "original" in name or "long" in name:
-                continue
-            if not isinstance(value, torch.Tensor) or value.dim() != 1 or 2 * value.shape[0] > head_dim:
-                continue
-            if not any(value.shape == other.shape and torch.equal(value, other) for other in seen):
-                seen.append(value)
-                yield part, name
 
 
 def _checked(runner: Runner, probed: Probed) -> Probed:

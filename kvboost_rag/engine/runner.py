@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from kvboost_rag.engine import attention, compat
+from kvboost_rag.engine import compat, exchange
 from kvboost_rag.engine.attention import Plan
 from kvboost_rag.engine.cache import SlotCache
 
@@ -48,7 +48,7 @@ class Runner:
             arguments["position_ids"] = positions.to(self.device)[None]
         if plan is not None:
             arguments["attention_mask"] = self._mask(plan, cache)
-        with attention.planned(plan) if plan is not None and self.planned else contextlib.nullcontext():
+        with exchange.planned(plan) if plan is not None and self.planned else contextlib.nullcontext():
             logits: torch.Tensor = self.module(**arguments).logits
         return logits[0, -num_logits:].float()
 
@@ -58,7 +58,7 @@ class Runner:
             return self(ids, cache, plan.positions, plan, num_logits)
 
     @torch.no_grad()
-    def rows(self, ids: torch.Tensor, positions: torch.Tensor, cache: Any, plan: attention.Attending) -> torch.Tensor:
+    def rows(self, ids: torch.Tensor, positions: torch.Tensor, cache: Any, plan: exchange.Attending) -> torch.Tensor:
         """``ids`` and ``positions`` (rows, num_tokens) under ``plan``. Returns the last logits of every row, (rows,
         vocab) float32."""
         arguments: dict[str, Any] = {
@@ -70,7 +70,7 @@ class Runner:
         }
         if self.names.keep:
             arguments[self.names.keep] = 1
-        with attention.planned(plan):
+        with exchange.planned(plan):
             logits: torch.Tensor = self.module(**arguments).logits
         return logits[:, -1].float()
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from conftest import build_model
 
-from kvboost_rag.engine import attention
+from kvboost_rag.engine import exchange
 from kvboost_rag.engine.attention import Capture, Plan, block_attention
 
 NUM_KEYS, HEAD_DIM = 300, 16
@@ -89,7 +89,7 @@ def test_outside_a_plan_the_model_is_what_it_was(stock: str) -> None:
     padding[0, :7] = 0  # left padding: a mask the model has to build
     before = model(ids, attention_mask=padding).logits
     generated = model.generate(ids, attention_mask=padding, max_new_tokens=8, do_sample=False)
-    uninstall = attention.install(model)
+    uninstall = exchange.install(model)
     assert torch.equal(model(ids, attention_mask=padding).logits, before)
     assert torch.equal(model.generate(ids, attention_mask=padding, max_new_tokens=8, do_sample=False), generated)
     uninstall()
@@ -99,8 +99,8 @@ def test_outside_a_plan_the_model_is_what_it_was(stock: str) -> None:
 def test_a_shared_model_gets_its_own_attention_back_from_the_last_engine() -> None:
     model = build_model()
     stock = model.config._attn_implementation
-    first, second = attention.install(model), attention.install(model)
+    first, second = exchange.install(model), exchange.install(model)
     first()
-    assert attention.is_installed(model)
+    assert exchange.is_installed(model)
     second()
     assert model.config._attn_implementation == stock

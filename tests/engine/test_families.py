@@ -8,15 +8,15 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import transformers
 from catalogue import OWN_ATTENTION, REFUSED, SERVED, build
 from packaging.version import Version
+from prompts import TOLERANCE, assert_same, cold, ids
 from transformers import DynamicCache
 
-from kvboost_rag.engine import attention
+from kvboost_rag.engine import exchange
 from kvboost_rag.engine.capabilities import Reuse
 from kvboost_rag.engine.compat import ForwardNames
 from kvboost_rag.engine.config import EngineConfig
@@ -28,17 +28,12 @@ from kvboost_rag.engine.store import MemoryStore
 from kvboost_rag.engine.types import Fidelity, Segment
 from kvboost_rag.errors import UnsupportedModelError
 
-TOLERANCE = 1e-4
 RELEASE = Version(transformers.__version__)
 CASES = [
     pytest.param(name, variant, id=f"{name}, {variant}" if variant else name)
     for name, family in SERVED.items()
     for variant in ("", *family.variants)
 ]
-
-
-def ids(seed: int, length: int) -> tuple[int, ...]:
-    return tuple(int(i) for i in np.random.default_rng(seed).integers(5, 300, length))
 
 
 HEADER, SEP, QUESTION = Segment(ids(100, 3)), Segment(ids(101, 1)), Segment(ids(102, 5))
@@ -73,18 +68,11 @@ def warmed(name: str, variant: str, **options: Any) -> Engine:
 
 
 def prefill(engine: Engine, segments: list[Segment], repair: Repair | None = None, mode: str = "reuse") -> Prefilled:
+    """As in ``prompts``, with room for new tokens."""
     with engine.lock:
         prefilled = engine.prefill(segments, repair or NoRepair(), mode, 32)
         engine.keep(prefilled)
         return prefilled
-
-
-def cold(engine: Engine, segments: list[Segment]) -> torch.Tensor:
-    return prefill(engine, segments, mode="baseline").logits
-
-
-def assert_same(one: torch.Tensor, other: torch.Tensor) -> None:
-    torch.testing.assert_close(one, other, atol=TOLERANCE, rtol=0)
 
 
 @pytest.mark.parametrize("name,variant", CASES)
@@ -210,7 +198,7 @@ def test_the_rest_is_refused_with_what_was_seen(name: str) -> None:
     assert type(model).__name__ in message
     assert "Use a decoder with rotary positions" in message
     assert model.config._attn_implementation == implementation
-    assert not attention.is_installed(model)
+    assert not exchange.is_installed(model)
     assert model.training
 
 
