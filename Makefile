@@ -55,6 +55,7 @@ test-compat:  ## the engine's tests under the oldest, the newest and other relea
 
 docs: $(VENV)/.test  ## write the tables that come from the test catalogue
 	$(BIN)/python tests/catalogue.py
+	$(BIN)/python tests/sizing.py
 
 lint: $(VENV)/.test  ## format, style and types
 	$(BIN)/ruff format --check .
