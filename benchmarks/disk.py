@@ -35,7 +35,7 @@ def measure(boost: KVBoost, text: str) -> dict[str, float]:
     engine = boost.engine
     assert isinstance(engine.store, TieredStore)
     engine.store.memory.clear()
-    segments = [Segment((1, 2, 3, 4, 5)), Segment(boost.tokens.encode_document(text), document=True)]
+    segments = [Segment((1, 2, 3, 4, 5)), Segment(boost.tokens.encode(text), document=True)]
     with engine.lock:
         started = time.perf_counter()
         assembled = assemble(segments, engine.store, engine.model.fingerprint(), engine.cutting)

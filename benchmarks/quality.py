@@ -154,13 +154,13 @@ class Encodings:
 def _warm_behind(boost: KVBoost, context: list[Segment], texts: list[str]) -> None:
     for text in texts:
         with boost.engine.lock:
-            boost.engine.warm(context, Segment(boost.tokens.encode_document(text), document=True))
+            boost.engine.warm(context, Segment(boost.tokens.encode(text), document=True))
 
 
 def _requantise(source: KVBoost, target: KVBoost, texts: list[str], codec: Codec) -> None:
     """The same KV as ``source`` has, kept by ``codec``, without asking whether the model bears it."""
     for text in texts:
-        entry = source.engine.store.peek(source.engine.content_key(source.tokens.encode_document(text)))
+        entry = source.engine.store.peek(source.engine.content_key(source.tokens.encode(text)))
         assert entry is not None
         kv = entry.packed
         assert isinstance(kv, KV)

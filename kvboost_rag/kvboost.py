@@ -17,6 +17,7 @@ import torch
 
 from kvboost_rag import hub
 from kvboost_rag.boundaries import break_ids
+from kvboost_rag.documents import DocumentCutter
 from kvboost_rag.engine.engine import Engine, Prefilled
 from kvboost_rag.engine.generate import GenerationOptions, TextAssembler
 from kvboost_rag.engine.model import Model
@@ -26,7 +27,7 @@ from kvboost_rag.engine.types import Report, Segment, total_tokens
 from kvboost_rag.errors import ClosedEngineError, OptionError, StreamClosedError
 from kvboost_rag.many import Many
 from kvboost_rag.options import ReuseOptions, call_options, engine_options, reuse_part
-from kvboost_rag.prompt import INSTRUCTION, ChatFormat, Prompt, rag
+from kvboost_rag.prompt import INSTRUCTION, ChatFormat, Piece, Prompt, rag
 from kvboost_rag.report import Estimate, GenerationResult, PrefillResult, WarmReport
 from kvboost_rag.segmenting import PromptLike, Segmenter
 from kvboost_rag.stream import Emit, TextStream, Work
@@ -59,9 +60,10 @@ class KVBoost:
         except BaseException:
             served.close()
             raise
-        self._segmenter = Segmenter(self.tokens, self.chat_format, self.engine.store.texts)
+        self._cutter = DocumentCutter(self.tokens, config.chunk_size, config.max_document_tokens)
+        self._segmenter = Segmenter(self.tokens, self.chat_format, self._cutter, self.engine.store.texts)
         self._many = Many(self.engine, self.tokens, self._segmenter, self.generate)
-        self._warmer = Warmer(self.engine, self.tokens)
+        self._warmer = Warmer(self.engine, self.tokens, self._cutter)
         self._closed = False
         self.store_id = uuid.uuid4().hex  # of this store's contents; a new store is a new id
 
@@ -99,7 +101,9 @@ class KVBoost:
         ``max_disk_bytes``), ``kv_dtype`` (``"auto"``, ``"int8"``, ``"int4"``: how documents are kept; where that
         changes the next token by more than ``max_quantization_kl`` (0.05) nats, wider), ``eviction`` (``"gdsf"``,
         ``"lru"``, ``"importance"``), ``chunk_size`` (128), ``boundary_window`` (0), ``sink_tokens`` (0),
-        ``prefill_chunk_tokens`` (2048), ``warmed_share`` (0.9), ``tenant`` ("").
+        ``max_document_tokens`` (2048: longer documents are kept in parts), ``overlap_tokens`` (None),
+        ``prefill_chunk_tokens`` (2048), ``warmed_share`` (0.9), ``break_even`` (True: compute what costs less to
+        compute than to reuse), ``tenant`` ("").
 
         Raises ModelNotFoundError, UnsupportedModelError, OptionError.
         """
@@ -132,6 +136,7 @@ class KVBoost:
         header: str | None = None,
         progress: bool = True,
         pinned: bool = False,
+        chunking: str = "document",
     ) -> WarmReport:
         """Read documents once, so that prompts find them already read (the paper's ``warm``).
 
@@ -141,15 +146,22 @@ class KVBoost:
         A document read straight behind its header (``primer=None``) is exact whenever it comes first.
         ``pinned`` documents are never evicted. Documents already warm are left as they are.
 
+        ``chunking``: how each text is kept. ``"document"``: whole, however long (past ``max_document_tokens`` in parts,
+        which are one document all the same); ``"semantic"``: in parts of at most ``chunk_size`` tokens, cut at ends of
+        paragraphs and sentences; ``"fixed"``: for a system prompt, cut every ``chunk_size`` tokens and read where a
+        system message stands, without a primer: exact in every prompt that begins with it.
+
         Raises TypeError on a document that is no string, OptionError, PromptTooLongError; all before any work.
         Warns with BudgetWarning, also before any work, if not everything will fit.
         """
         self._check_open()
         given = check_texts(texts)
-        documents = self._warmer.documents(given)
+        documents = self._warmer.documents(given, chunking)
         report = WarmReport(num_documents=len(given), num_blank=sum(not text for text in given))
         try:
-            self._warmer.warm(documents, report, self._opening(header), primer, pinned, progress)
+            opening = self._opening(header) if chunking != "fixed" else self._beginning()
+            primer = None if chunking == "fixed" and primer == "auto" else primer
+            self._warmer.warm(documents, report, opening, primer, pinned, progress)
         finally:  # interrupted in the middle, what was read so far is found all the same
             for document in documents:
                 if self._warmer.is_warm(document):
@@ -161,17 +173,25 @@ class KVBoost:
         prompt = rag(self.chat_format, ["x"], system=header)
         return self._segmenter.segments(Prompt(prompt.header(), prompt.opening), detect=False)
 
+    def _beginning(self) -> list[Segment]:
+        """What stands in a prompt before its system message."""
+        content = [Piece("x", "document")]
+        prompt = self.chat_format.render([{"role": "system", "content": content}, {"role": "user", "content": "x"}])
+        return self._segmenter.segments(Prompt(prompt.header(), prompt.opening), detect=False)
+
     def is_warm(self, text: str) -> bool:
         """Whether the KV of this document is there now."""
+        self._segmenter.recall()
         documents = self._warmer.documents(check_texts(text))
         return bool(documents) and self._warmer.is_warm(documents[0])
 
     def forget(self, texts: str | Iterable[str]) -> int:
         """Drop documents from the store. Returns how many were there."""
+        self._segmenter.recall()
         num_gone = 0
         for document in self._warmer.documents(check_texts(texts)):
             self._segmenter.index.discard(document.text)
-            num_gone += self.engine.store.remove(document.content) > 0
+            num_gone += sum(self.engine.store.remove(content) for content in document.contents) > 0
         return num_gone
 
     def clear(self) -> None:
@@ -179,6 +199,7 @@ class KVBoost:
         self.engine.store.clear()
         self._segmenter.index.clear()
         self._warmer.clear()
+        self._cutter.clear()
 
     def stats(self) -> StoreStats:
         return self.engine.store.stats()

@@ -11,11 +11,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from kvboost_rag.detect import DocumentIndex
+from kvboost_rag.documents import CHUNKINGS, DocumentCutter
+from kvboost_rag.engine.store import WarmText
 from kvboost_rag.engine.types import Segment
 from kvboost_rag.prompt import ChatFormat, Piece, Prompt, completion
 from kvboost_rag.tokens import Tokens
 
 MIN_DETECTED_TOKENS = 32
+CERTAINLY_LONG = 1000  # characters
 
 PromptLike = str | Prompt | Sequence[Mapping[str, Any]]
 
@@ -27,25 +30,28 @@ class Segmenter:
         self,
         tokens: Tokens,
         chat_format: ChatFormat,
-        texts: Callable[[], Iterable[tuple[str, int]]] = tuple,
+        cutter: DocumentCutter,
+        texts: Callable[[], Iterable[WarmText]] = tuple,
     ):
-        """``texts``: documents that are warm from the start, with their numbers of tokens; asked for once, when
-        documents are first looked for."""
-        self._tokens, self._chat_format = tokens, chat_format
+        """``texts``: documents that are warm from the start; asked for once, when documents are first looked for."""
+        self._tokens, self._chat_format, self._cutter = tokens, chat_format, cutter
         self._texts = texts
         self._once = threading.Lock()
         self.index = DocumentIndex()
 
     def file(self, text: str, num_tokens: int) -> None:
         """From now on find ``text`` in prompts, if it is long enough to be told from chance."""
-        if num_tokens >= MIN_DETECTED_TOKENS:
+        if num_tokens >= MIN_DETECTED_TOKENS or len(text) > CERTAINLY_LONG:
             self.index.add(text)
 
-    def _file_those_from_before(self) -> None:
+    def recall(self) -> None:
+        """File what was warm from the start, the first time this is called."""
         with self._once:
             texts, self._texts = self._texts, tuple
-            for text, num_tokens in texts():
-                self.file(text, num_tokens)
+            for known in texts():
+                self.file(known.text, known.num_tokens)
+                if known.chunking in CHUNKINGS:
+                    self._cutter.note(known.text, known.chunking)
 
     def as_prompt(self, prompt: PromptLike) -> Prompt:
         """A string is a raw completion, a list of chat messages is templated. Raises TypeError on anything else."""
@@ -61,19 +67,20 @@ class Segmenter:
         """The prompt's ids, piece by piece; at most one BOS, in front."""
         prompt = self.as_prompt(prompt)
         if detect:
-            self._file_those_from_before()
+            self.recall()
         segments = []
         if prompt.opening and not (prompt.pieces and self._tokens.starts_with_opening(prompt.pieces[0].text)):
             segments.append(Segment(self._tokens.opening_ids))
         for piece in prompt.pieces:
             for part in self._parts(piece) if detect else (piece,):
-                segments.append(Segment(self._encode(part), document=part.kind == "document"))
+                segments += self._encoded(part)
         return segments
 
-    def _encode(self, piece: Piece) -> tuple[int, ...]:
-        if piece.kind == "template":
-            return self._tokens.encode_template(piece.text)
-        return self._tokens.encode_document(piece.text) if piece.kind == "document" else self._tokens.encode(piece.text)
+    def _encoded(self, piece: Piece) -> tuple[Segment, ...]:
+        if piece.kind == "document":
+            return self._cutter.cut(piece.text)
+        encode = self._tokens.encode_template if piece.kind == "template" else self._tokens.encode
+        return (Segment(encode(piece.text)),)
 
     def _parts(self, piece: Piece) -> list[Piece]:
         """``piece`` cut around the warmed documents that stand in it."""

@@ -11,12 +11,9 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any
 
 from tokenizers import Tokenizer
-
-NUM_REMEMBERED = 1024  # documents
 
 
 class Tokens:
@@ -35,7 +32,6 @@ class Tokens:
         else:
             serialized = f"{type(tokenizer).__name__} {sorted(tokenizer.get_vocab().items())}"
         self._lock = threading.Lock()
-        self._remembered = lru_cache(maxsize=NUM_REMEMBERED)(self.encode)
         self.fingerprint = hashlib.sha256(serialized.encode()).digest()
         self.opening_ids = self._opening_ids()
 
@@ -44,10 +40,6 @@ class Tokens:
         if self._plain is not None:
             return tuple(self._plain.encode(text, add_special_tokens=False).ids)
         return self._slow(text, split_special_tokens=True)
-
-    def encode_document(self, text: str) -> tuple[int, ...]:
-        """As ``encode``, remembered: the same documents come again and again."""
-        return self._remembered(text)
 
     def encode_template(self, text: str) -> tuple[int, ...]:
         """Ids of trusted text: special-token strings become the tokens they name."""

@@ -17,12 +17,16 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import cached_property
 from importlib import resources
 
 from tqdm.auto import tqdm
 
+from kvboost_rag.documents import DocumentCutter
+from kvboost_rag.engine.chunking import chunk_prompt, overlapped
 from kvboost_rag.engine.engine import Engine
+from kvboost_rag.engine.store import Put
 from kvboost_rag.engine.types import Segment, total_tokens
 from kvboost_rag.errors import BudgetWarning, OptionError
 from kvboost_rag.prompt import SEPARATOR, document_piece
@@ -38,11 +42,17 @@ ID_BYTES = 8  # kept beside the KV of each token, to verify hits
 
 @dataclass(frozen=True)
 class Document:
-    """A text that can be warmed: stripped, tokenised, hashed."""
+    """A text that can be warmed: stripped, cut, tokenised, hashed. ``contents``: the hash of each of its ``parts``."""
 
     text: str
-    ids: tuple[int, ...]
-    content: bytes
+    parts: tuple[Segment, ...]
+    contents: tuple[bytes, ...]
+    chunking: str = "document"
+
+    @cached_property
+    def ids(self) -> tuple[int, ...]:
+        """Of the whole document, (num_tokens,)."""
+        return tuple(token for part in self.parts for token in part.ids)
 
 
 def check_texts(texts: str | Iterable[str]) -> list[str]:
@@ -54,21 +64,31 @@ def check_texts(texts: str | Iterable[str]) -> list[str]:
 class Warmer:
     """Warms documents into one engine's store, and remembers what was read to prime what comes next."""
 
-    def __init__(self, engine: Engine, tokens: Tokens):
-        self._engine, self._tokens = engine, tokens
+    def __init__(self, engine: Engine, tokens: Tokens, cutter: DocumentCutter):
+        self._engine, self._cutter = engine, cutter
         self._separator = Segment(tokens.encode(SEPARATOR))
-        self._read: dict[bytes, Document] = {}
+        self._read: dict[str, Document] = {}  # by text
         self._recent: deque[Document] = deque(maxlen=NUM_RECENT)  # the last one first
-        self._related: RelatedIndex[bytes] = RelatedIndex()
+        self._related: RelatedIndex[str] = RelatedIndex()
 
-    def documents(self, texts: Iterable[str]) -> list[Document]:
-        """One per distinct text, blank ones left out."""
+    def documents(self, texts: Iterable[str], chunking: str | None = None) -> list[Document]:
+        """One per distinct text, blank ones left out; cut by ``chunking``, or as they were cut before.
+
+        Raises OptionError.
+        """
         found: dict[str, Document] = {}
         for text in texts:
             if text and text not in found:
-                ids = self._tokens.encode_document(text)
-                found[text] = Document(text, ids, self._engine.content_key(ids))
+                if chunking is not None:
+                    self._cutter.note(text, chunking)
+                found[text] = self._document(text)
         return list(found.values())
+
+    def _document(self, text: str) -> Document:
+        parts = self._cutter.cut(text)
+        num_tokens = total_tokens(parts)
+        contents = tuple(self._engine.content_key(part.ids, num_tokens) for part in parts)
+        return Document(text, parts, contents, self._cutter.chunking_of(text))
 
     def clear(self) -> None:
         self._read.clear()
@@ -76,8 +96,8 @@ class Warmer:
         self._related.clear()
 
     def is_warm(self, document: Document) -> bool:
-        entry = self._engine.store.peek(document.content)
-        return entry is not None and entry.warmed
+        entries = [self._engine.store.peek(content) for content in document.contents]
+        return all(entry is not None and entry.warmed for entry in entries)
 
     def size(self, document: Document) -> int:
         """Bytes its entry will take."""
@@ -135,20 +155,32 @@ class Warmer:
         if front is not None and sum(len(p.ids) for p in primers) < PRIMER_TOKENS:
             primers.append(front)
         with self._engine.lock:
-            context = self._context(document, opening, primers)
-            put = self._engine.warm(context, Segment(document.ids, document=True), pinned, document.text)
+            put = self._run(self._context(document, opening, primers), document, pinned)
         report.num_evicted += sum(entry.warmed for entry in put.evicted)
         if not put.stored:
             report.num_rejected += 1
             return
         if auto:
-            self._read[document.content] = document
+            self._read[document.text] = document
             self._recent.appendleft(document)
-            self._related.add(document.content, found)
+            self._related.add(document.text, found)
         report.num_warmed += 1
         report.num_tokens += len(document.ids)
         report.num_bytes += self.size(document)
         report.num_related += bool(related) and related[0] in primers
+
+    def _run(self, context: Sequence[Segment], document: Document, pinned: bool) -> Put:
+        """Read ``document`` as a whole; or, with ``overlap_tokens``, each part behind the end of the one before it."""
+        overlap = self._engine.config.overlap_tokens
+        if overlap is None or len(document.parts) == 1:
+            return self._engine.warm(context, document.parts, pinned, document.text, document.chunking)
+        spans = overlapped(chunk_prompt(document.parts, self._engine.config.chunk_size), overlap)
+        puts = []
+        for part, (start, end) in zip(document.parts, spans, strict=True):
+            before = Segment(document.ids[start : end - len(part.ids)])
+            text = "" if part.part else document.text
+            puts.append(self._engine.warm([*context, before], part, pinned, text, document.chunking))
+        return Put(all(put.stored for put in puts), tuple(entry for put in puts for entry in put.evicted))
 
     def _warn_if_too_big(self, cold: Sequence[Document]) -> None:
         stats = self._engine.store.stats()
@@ -168,8 +200,8 @@ class Warmer:
         if not isinstance(primer, str) or not primer.strip():
             raise OptionError.bad_value("primer", primer, "'auto', 'bundled', any text, or None")
         text = bundled_primer() if primer in ("auto", "bundled") else primer.strip()
-        (document,) = self.documents([text])
-        return replace(document, ids=document.ids[:PRIMER_TOKENS])
+        ids = self._document(text).ids[:PRIMER_TOKENS]
+        return Document(text, (Segment(ids, document=True),), (self._engine.content_key(ids),))
 
     def _read_before(self, document: Document, related: Sequence[Document]) -> list[Document]:
         """Warm documents to read this one behind, best first: PRIMER_TOKENS of them if there are, at most
@@ -180,7 +212,7 @@ class Warmer:
             if num_tokens >= PRIMER_TOKENS:
                 break
             fits = num_tokens + len(other.ids) <= MAX_PRIMER_TOKENS
-            if fits and other not in chosen and other.content != document.content and self.is_warm(other):
+            if fits and other not in chosen and other.text != document.text and self.is_warm(other):
                 chosen.append(other)
                 num_tokens += len(other.ids)
         return chosen
@@ -189,7 +221,7 @@ class Warmer:
         """The opening and the primers, the best one nearest; the opening alone where the context is too short."""
         context = list(opening)
         for primer in reversed(primers):
-            context += [Segment(primer.ids, document=True), self._separator]
+            context += [*primer.parts, self._separator]
         model = self._engine.model
         num_tokens, alone = (total_tokens(c) + len(document.ids) for c in (context, opening))
         fits = num_tokens <= model.context_tokens and model.regime(num_tokens) == model.regime(alone)

@@ -72,7 +72,7 @@ def chunk_prompt(
         members = list(group)
         if document:
             for segment in members:
-                chunks.append(Chunk(ids=tuple(segment.ids), start=position, document=True))
+                chunks.append(Chunk(tuple(segment.ids), position, document=True, part=segment.part))
                 position += len(segment.ids)
         else:
             run = [token for segment in members for token in segment.ids]

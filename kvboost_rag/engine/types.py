@@ -12,6 +12,8 @@ from typing import Any, ClassVar
 
 import torch
 
+TIERS = ("", "none", "memory", "disk")  # where KV may come from, the slowest last
+
 
 class Fidelity(StrEnum):
     """How faithful a chunk's KV is to a cold prefill of the prompt it is used in (paper, section 4.2)."""
@@ -23,10 +25,14 @@ class Fidelity(StrEnum):
 
 @dataclass(frozen=True)
 class Segment:
-    """A piece of a prompt that was tokenised on its own. A document is one chunk, text is cut into FIXED ones."""
+    """A piece of a prompt that was tokenised on its own. A document is one chunk, text is cut into FIXED ones.
+
+    A long document may come in several segments, a chunk each, that follow one another: ``part`` 0, 1, 2 ...
+    """
 
     ids: tuple[int, ...]
     document: bool = False
+    part: int = 0
 
 
 @dataclass(frozen=True)
@@ -36,6 +42,7 @@ class Chunk:
     ids: tuple[int, ...]
     start: int
     document: bool = False
+    part: int = 0  # of its document
 
     @property
     def end(self) -> int:
@@ -77,7 +84,7 @@ class KV:
 
 @dataclass
 class DocumentReport:
-    """What happened to one document of a prompt."""
+    """What happened to one document of a prompt. ``fidelity``: that of its worst part."""
 
     num_tokens: int
     start: int
@@ -88,6 +95,14 @@ class DocumentReport:
     @property
     def hit(self) -> bool:
         return self.fidelity is not Fidelity.MISS
+
+    def add_part(self, part: DocumentReport) -> None:
+        """Count ``part``, which follows in the prompt, as of this document."""
+        order = list(Fidelity)
+        self.num_tokens += part.num_tokens
+        self.num_repaired_tokens += part.num_repaired_tokens
+        self.fidelity = max(self.fidelity, part.fidelity, key=order.index)
+        self.tier = max(self.tier, part.tier, key=TIERS.index)
 
 
 @dataclass

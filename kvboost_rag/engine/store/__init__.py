@@ -1,6 +1,6 @@
 """Where KV waits until it is asked for (paper, section 4.4)."""
 
-from kvboost_rag.engine.store.base import Entry, Put, Store, StoreStats
+from kvboost_rag.engine.store.base import Entry, Put, Store, StoreStats, WarmText
 from kvboost_rag.engine.store.disk import DiskStore
 from kvboost_rag.engine.store.eviction import EVICTIONS, Eviction
 from kvboost_rag.engine.store.memory import MemoryStore
@@ -18,4 +18,5 @@ __all__ = [
     "Store",
     "StoreStats",
     "TieredStore",
+    "WarmText",
 ]

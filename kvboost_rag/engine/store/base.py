@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -23,8 +23,8 @@ class Entry:
 
     ``exact`` says that the KV came from a full computation behind exactly the prefix of ``keys.prefix``; any other KV
     can only be found by its content. ``warmed`` entries were ingested on purpose; the rest are by-products of prompts.
-    ``importance``: mean length of the keys (equation 6). ``text``: of a warmed document, so that a store opened again
-    can tell what to look for in prompts.
+    ``importance``: mean length of the keys (equation 6). ``text``: of a warmed document, with its first part, so that
+    a store opened again can tell what to look for in prompts; ``chunking``: how that text was cut.
     """
 
     keys: ChunkKeys
@@ -35,6 +35,7 @@ class Entry:
     pinned: bool = False
     importance: float = 0.0
     text: str = ""
+    chunking: str = "document"
     num_uses: int = 0
 
     @property
@@ -44,6 +45,15 @@ class Entry:
     @property
     def num_bytes(self) -> int:
         return self.packed.num_bytes + self.ids.nbytes
+
+
+class WarmText(NamedTuple):
+    """What an entry says of the document it begins. ``num_tokens``: of the entry."""
+
+    text: str
+    num_tokens: int
+    chunking: str
+    content: bytes
 
 
 @dataclass(frozen=True)
@@ -100,8 +110,8 @@ class Store(ABC):
         """Where an entry that was just found came from."""
         return self.tier
 
-    def texts(self) -> Iterator[tuple[str, int]]:
-        """Texts and numbers of tokens of warmed documents that were there before this store was opened."""
+    def texts(self) -> Iterator[WarmText]:
+        """Texts of warmed documents that were there before this store was opened, the last used one last."""
         return iter(())
 
     @property

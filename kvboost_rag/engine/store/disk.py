@@ -27,7 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvboost_rag.engine.store import entryfile
-from kvboost_rag.engine.store.base import Entry
+from kvboost_rag.engine.store.base import Entry, WarmText
 from kvboost_rag.engine.store.entryfile import BrokenFileError, FileName
 from kvboost_rag.engine.store.folder import TEMPORARY, Folder
 from kvboost_rag.engine.types import ChunkKeys, Fidelity
@@ -105,8 +105,8 @@ class DiskStore:
         with self._lock:
             return FileName.of(entry) in self._folder
 
-    def texts(self) -> Iterator[tuple[bytes, str, int]]:
-        """Content hash, text and number of tokens of every warmed entry, the last used one last; headers only.
+    def texts(self) -> Iterator[WarmText]:
+        """The text of every warmed entry that has one, the last used one last; headers only.
 
         Other models' are among them: the caller keeps those whose content hash the text gives. ``peek`` makes an
         entry known to ``clear``.
@@ -116,7 +116,9 @@ class DiskStore:
             files = self._folder.files
             names = sorted((name for name in files if name.warmed), key=lambda name: files[name].used)
         for entry in self._headers(names):
-            yield entry.keys.content, entry.text, entry.packed.num_tokens  # type: ignore[attr-defined]
+            if entry.text:
+                num_tokens: int = entry.packed.num_tokens  # type: ignore[attr-defined]
+                yield WarmText(entry.text, num_tokens, entry.chunking, entry.keys.content)
 
     def _headers(self, names: Iterable[FileName]) -> Iterator[Entry]:
         for name in names:

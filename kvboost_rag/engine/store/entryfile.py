@@ -93,6 +93,7 @@ def dump(entry: Entry) -> bytes:
         "num_tokens": str(entry.num_tokens),
         "importance": repr(float(entry.importance)),
         "text": json.dumps(entry.text),  # escaped: a text may hold what UTF-8 cannot
+        "chunking": entry.chunking,
         "tensors_checksum": _tensors_checksum(tensors),
     }
     return save(tensors, {**header, "checksum": _header_checksum(header)})
@@ -131,6 +132,7 @@ def _entry(name: FileName, header: Mapping[str, str], ids: np.ndarray[Any, np.dt
         pinned=name.pinned,
         importance=float(header["importance"]),
         text=json.loads(header["text"]),
+        chunking=header.get("chunking", "document"),
     )
 
 
@@ -156,6 +158,8 @@ def _opened(path: Path) -> Iterator[tuple[FileName, dict[str, str], Any]]:
     except (OSError, MemoryError, BrokenFileError):
         raise
     except Exception as error:  # SafetensorError, and whatever a codec makes of tensors that are not its own
+        if not path.exists():  # safetensors opens a file twice; in between another process took it
+            raise FileNotFoundError(path) from error
         raise BrokenFileError(str(error) or type(error).__name__) from error
 
 

@@ -16,7 +16,7 @@ from weakref import WeakValueDictionary
 import numpy as np
 import numpy.typing as npt
 
-from kvboost_rag.engine.store.base import Entry, Put, Store, StoreStats
+from kvboost_rag.engine.store.base import Entry, Put, Store, StoreStats, WarmText
 from kvboost_rag.engine.store.disk import DiskStore
 from kvboost_rag.engine.types import ChunkKeys, Fidelity
 
@@ -123,10 +123,9 @@ class TieredStore(Store):
             self._unsaved.clear()
             self.memory.close()
 
-    def texts(self) -> Iterator[tuple[str, int]]:
+    def texts(self) -> Iterator[WarmText]:
         """From the headers of the files, each opened once."""
-        for _, text, num_tokens in self.disk.texts():
-            yield text, num_tokens
+        return self.disk.texts()
 
     @property
     def warmed_capacity(self) -> int:
