@@ -16,6 +16,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from kvboost_rag import KVBoost
+from kvboost_rag.engine import costs
 
 SPECIAL = ["<pad>", "<s>", "</s>", "<|im_start|>", "<|im_end|>"]
 CHAT_TEMPLATE = (
@@ -63,6 +64,12 @@ def build_model(family: str = "llama", dtype: torch.dtype = torch.float32, seed:
     }
     torch.manual_seed(seed)
     return model_class(config_class(**{**options, **changes})).to(dtype).eval()
+
+
+@pytest.fixture(autouse=True)
+def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reuse always pays: for models this small it rarely would, and tests must not depend on the time."""
+    monkeypatch.setattr(costs, "MIN_SAVED_SECONDS", float("inf"))
 
 
 @pytest.fixture(scope="session")

@@ -7,7 +7,7 @@ reuse: the published code breaks off at the first gap, here every chunk is looke
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -48,6 +48,16 @@ class Assembled:
     def num_tokens(self) -> int:
         return int(self.ids.shape[0])
 
+    def without_approximate(self) -> Assembled:
+        """The same prompt with only its exact hits."""
+        return replace(
+            self,
+            placements=tuple(
+                replace(p, fidelity=Fidelity.MISS, entry=None) if p.fidelity is Fidelity.APPROXIMATE else p
+                for p in self.placements
+            ),
+        )
+
     def live_positions(self) -> torch.Tensor:
         """Positions that are computed whatever is chosen for repair, ascending."""
         live = torch.ones(self.num_tokens, dtype=torch.bool)
@@ -59,13 +69,18 @@ class Assembled:
         return live.nonzero()[:, 0]
 
     def approximate_spans(self) -> list[Reused]:
-        """What a repair strategy may choose from: approximate hits, less the tokens that are live anyway."""
+        """What a repair strategy may choose from: approximate hits, less the tokens that are live anyway.
+
+        Parts of a document that follow one another are one span: they were read together.
+        """
         first, last = self.num_sinks, self.num_tokens - 1
-        spans = [
-            Reused(max(p.chunk.start, first), min(p.chunk.end, last))
-            for p in self.placements
-            if p.fidelity is Fidelity.APPROXIMATE
-        ]
+        spans: list[Reused] = []
+        for placement in self.placements:
+            if placement.fidelity is Fidelity.APPROXIMATE:
+                start, end = max(placement.chunk.start, first), min(placement.chunk.end, last)
+                if placement.chunk.part and spans and spans[-1].end == start:
+                    start = spans.pop().start
+                spans.append(Reused(start, end))
         return [span for span in spans if span.start < span.end]
 
 

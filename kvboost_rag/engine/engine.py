@@ -7,13 +7,12 @@ knows nothing of text, documents as users see them, or frameworks.
 from __future__ import annotations
 
 import time
-import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import torch
 from transformers import DynamicCache
 
@@ -21,19 +20,20 @@ from kvboost_rag.engine.assemble import MODES, Assembled, Placement, assemble
 from kvboost_rag.engine.cache import SlotCache, never
 from kvboost_rag.engine.capabilities import Reuse
 from kvboost_rag.engine.chunking import Cutting
-from kvboost_rag.engine.codecs import CODECS, Packed
+from kvboost_rag.engine.codecs import CODECS
 from kvboost_rag.engine.config import EngineConfig
-from kvboost_rag.engine.forward import fused_forward, key_deviation, scout
+from kvboost_rag.engine.costs import Costs, Work
+from kvboost_rag.engine.forward import SCOUT_LAYERS, SCOUT_TOKENS, fused_forward, key_deviation, scout
 from kvboost_rag.engine.generate import GenerationOptions, decode
+from kvboost_rag.engine.keeping import Keeper
 from kvboost_rag.engine.keys import content_hash
 from kvboost_rag.engine.lock import FairLock
 from kvboost_rag.engine.model import Model
-from kvboost_rag.engine.quantize import Kept, keep, num_probe_tokens
 from kvboost_rag.engine.repair import BoundaryRepair, DeviationProbe, Repair, RepairView, Reused
 from kvboost_rag.engine.stitch import stitch
 from kvboost_rag.engine.store import Entry, Put, Store
 from kvboost_rag.engine.types import DocumentReport, Fidelity, Report, Segment, total_tokens
-from kvboost_rag.errors import OptionError, PromptTooLongError, QuantizationWarning
+from kvboost_rag.errors import OptionError, PromptTooLongError
 
 
 @dataclass
@@ -54,7 +54,8 @@ class Engine:
         """``breaks``: ids behind which text reads well when it is cut there; for ``boundary_window``."""
         self.model, self.store, self.config = model, store, config
         self.cutting = Cutting(config.chunk_size, config.boundary_window, breaks, config.sink_tokens)
-        self.num_kept_wider = 0  # documents that the codec asked for would have changed too much
+        self.costs = Costs(model.balanced_keys, model.settle)
+        self.keeper = Keeper(model, store, self.cutting, config, self.costs)
         self.lock = FairLock()
 
     def check_length(self, num_tokens: int, max_new_tokens: int, what: str = "the prompt") -> None:
@@ -88,17 +89,20 @@ class Engine:
         with _timed(report, "lookup"):
             fingerprint = self.model.fingerprint(num_tokens)
             assembled = assemble(segments, self.store, fingerprint, self.cutting, mode)
+            assembled = self._worthwhile(assembled, repair, report)
         with _timed(report, "stitch"):
             cache = self.model.new_cache(num_tokens + max_new_tokens)
             cache.cancel_when(cancelled)
-            report.moved_bytes = stitch(assembled, cache, self.model.rope(num_tokens))
+            with self.costs.loading(self._bytes_by_tier(assembled.placements)):
+                report.moved_bytes = stitch(assembled, cache, self.model.rope(num_tokens))
         live = assembled.live_positions()
         with _timed(report, "repair"):
             repaired, num_done = self.repaired(assembled, live, cache, repair)
         with _timed(report, "forward"):
             positions = torch.cat([live[num_done:], repaired]).sort().values
             size = self.config.prefill_chunk_tokens
-            logits = fused_forward(self.model, assembled.ids, positions, cache, slice_tokens=size)[-1]
+            with self.costs.forward(_work(positions)):
+                logits = fused_forward(self.model, assembled.ids, positions, cache, slice_tokens=size)[-1]
         cache.cancel_when(never)  # decoding ends between tokens
         fill(report, assembled, live, repaired, self.store.tier_of)
         return Prefilled(assembled.ids, cache, logits, report, assembled)
@@ -119,6 +123,35 @@ class Engine:
                 "shorter prompts is not reused here"
             )
         return mode, repair
+
+    def _worthwhile(self, assembled: Assembled, repair: Repair, report: Report) -> Assembled:
+        """``assembled``, without its approximate hits where computing them costs less than reusing them."""
+        spans = assembled.approximate_spans()
+        if not spans or repair.wanted or not self.config.break_even:
+            return assembled
+        computed = assembled.without_approximate()
+        live, num_tokens = assembled.live_positions(), assembled.num_tokens
+        passes = [Work(len(live) + repair.num_selected(spans), num_tokens)]
+        if repair.needs_attention:
+            passes.append(Work(min(len(live), SCOUT_TOKENS), num_tokens, SCOUT_LAYERS))
+        if repair.probe is not None:
+            passes.append(replace(_work(torch.arange(spans[-1].end)), share=repair.probe.layer / self.model.num_layers))
+        loaded = [p for p in assembled.placements if p.fidelity is Fidelity.APPROXIMATE]
+        verdict = self.costs.judge(passes, self._bytes_by_tier(loaded), _work(computed.live_positions()))
+        if verdict is None or verdict.pays:
+            return assembled
+        report.notes.append(
+            f"{len(loaded)} chunks were found and computed all the same: reusing and repairing them would take "
+            f"{verdict.reuse_seconds * 1e3:.0f} ms, computing them {verdict.full_seconds * 1e3:.0f} ms"
+        )
+        return computed
+
+    def _bytes_by_tier(self, placements: Sequence[Placement]) -> Counter[str]:
+        found: Counter[str] = Counter()
+        for placement in placements:
+            if placement.entry is not None:
+                found[self.store.tier_of(placement.entry)] += placement.entry.packed.num_bytes
+        return found
 
     def _baseline(self, segments: Sequence[Segment]) -> Prefilled:
         ids = torch.tensor([token for segment in segments for token in segment.ids], dtype=torch.int64)
@@ -159,86 +192,25 @@ class Engine:
         return key_deviation(self.model, assembled.ids, spans[-1].end, cache, probe.layer, probe.measure)
 
     def keep(self, prefilled: Prefilled) -> None:
-        """Store what this prompt computed and a later one may reuse, under the fidelity it really has.
+        """Store what this prompt computed and a later one may reuse; see ``Keeper``. The caller holds ``lock``."""
+        if prefilled.assembled is not None:
+            prefilled.report.num_stored_tokens += self.keeper.by_products(prefilled.assembled, prefilled.cache.copy_out)
 
-        That is the run of text before the first document (a chain's fixed opening) and documents that missed. KV is
-        exact as long as nothing approximate stands before it. By-products never displace warmed documents.
+    def warm(
+        self,
+        context: Sequence[Segment],
+        document: Segment | Sequence[Segment],
+        pinned: bool = False,
+        text: str = "",
+        chunking: str = "document",
+    ) -> Put:
+        """Read ``document``, in one part or several, behind ``context`` and keep its KV; see ``Keeper.read``.
+
+        The caller holds ``lock``. Raises PromptTooLongError before any work.
         """
-        if prefilled.assembled is None or not self.model.lasting(prefilled.assembled.num_tokens):
-            return
-        exact, opening = True, True
-        for placement in prefilled.assembled.placements:
-            exact = exact and placement.fidelity is not Fidelity.APPROXIMATE
-            opening = opening and not placement.chunk.document
-            if placement.entry is None and (placement.chunk.document or opening):
-                put = self._put(
-                    placement, prefilled.cache, exact=exact, importance=self._importance(prefilled.cache, placement)
-                )
-                prefilled.report.num_stored_tokens += len(placement.chunk) if put.stored else 0
-
-    def _put(self, placement: Placement, cache: SlotCache, **flags: Any) -> Put:
-        """Keep the KV of one chunk as it was computed."""
-        return self._store(placement, cache.copy_out(placement.chunk.start, placement.chunk.end), **flags)
-
-    def _store(self, placement: Placement, packed: Packed, **flags: Any) -> Put:
-        ids = np.asarray(placement.chunk.ids, dtype=np.int64)
-        return self.store.put(Entry(placement.keys, ids, packed, **flags))
-
-    def warm(self, context: Sequence[Segment], document: Segment, pinned: bool = False, text: str = "") -> Put:
-        """Run ``document`` behind ``context`` and keep its KV (paper: ``warm``).
-
-        What is new of the context is kept too, as a by-product: one that many documents share is computed once. A
-        document of the context that is warm already is reused where it stands. The caller holds ``lock``.
-        """
-        segments = [*context, document]
-        num_tokens = total_tokens(segments)
-        self.check_length(num_tokens, 0, "a document (with its primer)")
-        fingerprint = self.model.fingerprint(num_tokens)
-        mode = "prefix" if self.model.capabilities.reuse is Reuse.PREFIX_ONLY else "reuse"
-        assembled = assemble(segments, self.store, fingerprint, self.cutting, mode)
-        *before, target = assembled.placements
-        target = replace(target, fidelity=Fidelity.MISS, entry=None)
-        assembled = replace(assembled, placements=(*before, target))
-        cache = self.model.new_cache(assembled.num_tokens)
-        stitch(assembled, cache, self.model.rope(num_tokens))
-        judged = self.config.codec != "raw"  # whose last tokens say what quantisation costs
-        num_logits = max(1, num_probe_tokens(len(document.ids))) if judged else 1
-        size = self.config.prefill_chunk_tokens
-        logits = fused_forward(
-            self.model, assembled.ids, assembled.live_positions(), cache, num_logits, slice_tokens=size
-        )
-        exact = True
-        for placement in before:
-            exact = exact and placement.fidelity is not Fidelity.APPROXIMATE
-            if placement.entry is None and exact:
-                self._put(placement, cache, exact=True, importance=self._importance(cache, placement))
-        if not self.model.lasting(num_tokens):
-            return Put(stored=False)
-        importance = self._importance(cache, target)
-        start, max_kl = target.chunk.start, self.config.max_quantization_kl
-        kept = keep(self.model, cache, assembled.ids, start, logits, self.config.codec, max_kl)
-        self._say(kept)
-        exact = exact and kept.packed.codec == "raw"  # what was quantised is no longer what a prefill computes
-        return self._store(
-            target, kept.packed, exact=exact, warmed=True, pinned=pinned, text=text, importance=importance
-        )
-
-    def _say(self, kept: Kept) -> None:
-        if kept.refused and not self.num_kept_wider:
-            tried = ", ".join(f"{name}: {kl:.3g} nats a token" for name, kl in kept.refused)
-            warnings.warn(
-                f"quantised KV changes this model's next token by more than max_quantization_kl="
-                f"{self.config.max_quantization_kl} ({tried}); such documents are kept as {kept.packed.codec!r}",
-                QuantizationWarning,
-                stacklevel=5,
-            )
-        self.num_kept_wider += bool(kept.refused)
-
-    def _importance(self, cache: SlotCache, placement: Placement) -> float:
-        """Mean length of the keys, per token, layer and head (paper, equation 6)."""
-        parts = [slab.window(placement.chunk.start, placement.chunk.end).keys for slab in cache.slabs]
-        lengths = torch.cat([part.float().norm(dim=-1).flatten().cpu() for part in parts])
-        return float(lengths.mean())
+        parts = [document] if isinstance(document, Segment) else document
+        self.check_length(total_tokens(context) + total_tokens(parts), 0, "a document (with its primer)")
+        return self.keeper.read(context, parts, pinned, text, chunking)
 
     @property
     def bytes_per_token(self) -> int:
@@ -247,9 +219,9 @@ class Engine:
         numbers = self.model.bytes_per_token // self.model.dtype.itemsize
         return self.model.bytes_per_token if bits is None else round(numbers * (bits / 8 + 1 / 16))
 
-    def content_key(self, ids: Sequence[int]) -> bytes:
-        """Under which a document of these ``ids`` is kept, whatever stands before it."""
-        return content_hash(ids, self.model.fingerprint(len(ids)))
+    def content_key(self, ids: Sequence[int], num_tokens: int = 0) -> bytes:
+        """Under which ``ids`` are kept, whatever stands before them: a document, or a part of one of ``num_tokens``."""
+        return content_hash(ids, self.model.fingerprint(num_tokens or len(ids)))
 
     def extend(self, prefilled: Prefilled, ids: Sequence[int]) -> torch.Tensor:
         """Teacher forcing: logits (len(ids), vocab) float32 that predict each of ``ids`` behind the prompt.
@@ -273,6 +245,11 @@ class Engine:
 
         (reason,) = decode(self.model, [prefilled.ids], prefilled.cache, prefilled.logits[None], options, step)
         return reason
+
+
+def _work(positions: torch.Tensor) -> Work:
+    """The forward that computes ``positions``, each of which sees all before it."""
+    return Work(len(positions), float(positions.float().mean()) + 1 if len(positions) else 0.0)
 
 
 @contextmanager
@@ -299,6 +276,8 @@ def fill(
             report.num_approximate_tokens += num_kept
         if chunk.document:
             found = tier_of(placement.entry) if placement.entry is not None else ""
-            report.documents.append(
-                DocumentReport(len(chunk), chunk.start, placement.fidelity, num_repaired, tier=found)
-            )
+            document = DocumentReport(len(chunk), chunk.start, placement.fidelity, num_repaired, tier=found)
+            if chunk.part and report.documents:
+                report.documents[-1].add_part(document)
+            else:
+                report.documents.append(document)

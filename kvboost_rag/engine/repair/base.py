@@ -72,6 +72,7 @@ class Repair(ABC):
 
     name: ClassVar[str]
     needs_attention: ClassVar[bool] = False
+    wanted: ClassVar[bool] = False  # whatever it costs
 
     @property
     def probe(self) -> DeviationProbe | None:
@@ -81,6 +82,10 @@ class Repair(ABC):
     @abstractmethod
     def select(self, view: RepairView) -> torch.Tensor:
         """Positions to recompute: ascending, unique int64, each inside one of ``view.spans``."""
+
+    def num_selected(self, spans: Sequence[Reused]) -> int:
+        """How many positions of ``spans`` will be recomputed, told before anything was measured."""
+        return int(self.select(RepairView(spans)).shape[0])
 
     def with_ratio(self, ratio: float) -> Repair:
         """The same strategy recomputing ``ratio`` (0 to 1) of the reused tokens.

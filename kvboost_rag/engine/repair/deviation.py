@@ -8,12 +8,13 @@ tokens are then computed through all of them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
 
-from kvboost_rag.engine.repair.base import MEASURES, DeviationProbe, Repair, RepairView, check_ratio
+from kvboost_rag.engine.repair.base import MEASURES, DeviationProbe, Repair, RepairView, Reused, check_ratio
 from kvboost_rag.errors import OptionError
 
 
@@ -48,6 +49,9 @@ class DeviationRepair(Repair):
 
     def with_ratio(self, ratio: float) -> DeviationRepair:
         return replace(self, recompute_ratio=check_ratio(ratio))
+
+    def num_selected(self, spans: Sequence[Reused]) -> int:
+        return round(self.recompute_ratio * sum(map(len, spans)))
 
     def select(self, view: RepairView) -> torch.Tensor:
         candidates = view.positions()

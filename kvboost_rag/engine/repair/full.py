@@ -13,6 +13,7 @@ from kvboost_rag.engine.repair.base import Repair, RepairView
 @dataclass(frozen=True)
 class FullRepair(Repair):
     name: ClassVar[str] = "full"
+    wanted: ClassVar[bool] = True
 
     def select(self, view: RepairView) -> torch.Tensor:
         return view.positions()

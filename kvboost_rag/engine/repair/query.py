@@ -8,12 +8,13 @@ changed, whether or not the question ever reads them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
 
-from kvboost_rag.engine.repair.base import Repair, RepairView, check_ratio, head_positions
+from kvboost_rag.engine.repair.base import Repair, RepairView, Reused, check_ratio, head_positions
 from kvboost_rag.errors import OptionError
 
 
@@ -36,6 +37,9 @@ class QueryRepair(Repair):
 
     def with_ratio(self, ratio: float) -> QueryRepair:
         return replace(self, recompute_ratio=check_ratio(ratio))
+
+    def num_selected(self, spans: Sequence[Reused]) -> int:
+        return round(self.recompute_ratio * sum(map(len, spans)))
 
     def select(self, view: RepairView) -> torch.Tensor:
         budget = round(self.recompute_ratio * view.num_reused_tokens)
