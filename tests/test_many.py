@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
+import torch
 from conftest import document
 
 from kvboost_rag import KVBoost, OptionError, PromptTooLongError
@@ -49,3 +52,52 @@ def test_wrong_calls_are_refused_before_any_work(boost: KVBoost) -> None:
         boost.generate_batch(["a"], temprature=1)
     with pytest.raises(PromptTooLongError):
         boost.generate_batch(["a", "b " * 3000])
+
+
+def test_a_document_that_only_one_row_has_is_kept(boost: KVBoost) -> None:
+    boost.warm(document(0), progress=False)
+    prompts = [boost.prompt([document(0), document(n)], "why?") for n in (5, 6)]
+    first = boost.generate_batch(prompts, max_new_tokens=3, repair="full")
+    assert [r.report.num_document_misses for r in first] == [1, 1]
+    assert all(r.report.num_stored_tokens > 0 for r in first)
+    for prompt, result in zip(prompts, first, strict=True):
+        again = boost.prefill(prompt, repair="none")
+        cold = boost.prefill(prompt, mode="baseline")
+        assert again.report.num_document_misses == 0
+        assert again.report.num_reused_tokens > result.report.num_reused_tokens
+        full = boost.prefill(prompt, repair="full")
+        torch.testing.assert_close(full.logits, cold.logits, atol=1e-4, rtol=0)
+
+
+def test_what_one_row_computed_is_what_it_computes_alone(boost: KVBoost) -> None:
+    """Exact behind an opening that both rows have: so what is kept of a row must be a prefill's own KV."""
+    prompts = [boost.prompt([document(n)], "why?") for n in (5, 6)]
+    boost.generate_batch(prompts, max_new_tokens=3)
+    for prompt in prompts:
+        again, cold = boost.prefill(prompt), boost.prefill(prompt, mode="baseline")
+        assert [d.fidelity for d in again.report.documents] == ["exact"]
+        torch.testing.assert_close(again.logits, cold.logits, atol=1e-4, rtol=0)
+
+
+def test_another_request_gets_its_turn_while_a_batch_decodes(boost: KVBoost, asked: list[object]) -> None:
+    ended: list[str] = []
+    started = threading.Event()
+
+    def batch() -> None:
+        inner = boost.engine.lock.pass_on
+
+        def pass_on() -> None:
+            started.set()
+            inner()
+
+        boost.engine.lock.pass_on = pass_on
+        boost.generate_batch(asked[:3], max_new_tokens=200)
+        ended.append("batch")
+
+    thread = threading.Thread(target=batch)
+    thread.start()
+    assert started.wait(60)
+    boost.generate(asked[3], max_new_tokens=2)
+    ended.append("single")
+    thread.join(60)
+    assert ended == ["single", "batch"]

@@ -20,6 +20,7 @@ from kvboost_rag.engine import compat
 from kvboost_rag.engine.attention import Traits
 from kvboost_rag.engine.cache import SlotCache
 from kvboost_rag.engine.model import Model
+from kvboost_rag.engine.types import KV
 
 HIDDEN = 2**40  # the position of a slot that nobody sees
 BLOCK_QUERIES = 64
@@ -94,6 +95,16 @@ class RowsCache(Cache):  # type: ignore[misc]
         for layer, (keys, values) in zip(self.layers, parts, strict=True):
             layer.own_keys[row][:, slots] = keys[0]
             layer.own_values[row][:, slots] = values[0]
+
+    def copy_out(self, row: int, slots: torch.Tensor, position: int) -> KV:
+        """A copy of ``slots`` (num_tokens,) of one row, which hold consecutive tokens from ``position`` on; in host
+        memory if devices differ."""
+        home = self.layers[0].device if len({layer.device for layer in self.layers}) == 1 else torch.device("cpu")
+        keys, values = (
+            torch.stack([side[row][:, slots.to(side.device)].to(home) for side in sides])
+            for sides in ([x.own_keys for x in self.layers], [x.own_values for x in self.layers])
+        )
+        return KV(keys, values, position)
 
     @property
     def num_bytes(self) -> int:
@@ -225,7 +236,7 @@ def layout(rows: Sequence[Row], num_shared: int, room: int) -> Layout:
 
 def run(model: Model, shared: SlotCache, num_shared: int, rows: Sequence[Row], room: int) -> tuple[Any, ...]:
     """Compute all ``rows`` in one call of the model. Returns their last logits (rows, vocab), the cache of their own
-    parts and the plan to decode under."""
+    parts, the plan to decode under, and the layout of those parts."""
     places = layout(rows, num_shared, room)
     cache = RowsCache(shared, len(rows), places.num_slots, room, num_shared)
     width = max(len(row.computed) for row in rows)
@@ -241,4 +252,4 @@ def run(model: Model, shared: SlotCache, num_shared: int, rows: Sequence[Row], r
     cache.set_slots(slots)
     logits = model.rows(ids, positions, cache, plan)
     cache.set_slots(None)
-    return logits, cache, replace(plan, queries=None)
+    return logits, cache, replace(plan, queries=None), places

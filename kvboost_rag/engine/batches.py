@@ -8,21 +8,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 
 from kvboost_rag.engine.assemble import Assembled, assemble
-from kvboost_rag.engine.attention import planned
-from kvboost_rag.engine.batch import Row, RowsPlan, run
+from kvboost_rag.engine.batch import Layout, Row, RowsCache, RowsPlan, run
 from kvboost_rag.engine.cache import SlotCache
 from kvboost_rag.engine.capabilities import Reuse
 from kvboost_rag.engine.engine import Engine, fill
+from kvboost_rag.engine.exchange import planned
 from kvboost_rag.engine.generate import GenerationOptions, OnTokens, decode
 from kvboost_rag.engine.repair import Repair
 from kvboost_rag.engine.stitch import stitch
-from kvboost_rag.engine.types import Report, Segment, total_tokens
+from kvboost_rag.engine.types import KV, Report, Segment, total_tokens
 
 Prompt = Sequence[Segment]
 
@@ -78,10 +79,17 @@ def prefill_batch(engine: Engine, prompts: Sequence[Prompt], repair: Repair, roo
         fill(report, assembled, live, repaired, engine.store.tier_of)
         reports.append(report)
     shared.set_length(longest)
-    logits, cache, plan = run(engine.model, shared, num_shared, parts, room)
+    logits, cache, plan, places = run(engine.model, shared, num_shared, parts, room)
+    for number, (assembled, report) in enumerate(zip(rows, reports, strict=True)):
+        copy_out = partial(_copy_out, cache, places, number)
+        report.num_stored_tokens = engine.keeper.by_products(assembled, copy_out, first=num_shared)
     for report in reports:
         report.seconds["prefill"] = time.perf_counter() - started
     return PrefilledBatch([row.ids for row in parts], logits, reports, num_shared, cache, plan)
+
+
+def _copy_out(cache: RowsCache, places: Layout, row: int, start: int, end: int) -> KV:
+    return cache.copy_out(row, places.slots_of(row, torch.arange(start, end)), start)
 
 
 def _lookup(engine: Engine, prompts: Sequence[Prompt]) -> list[Assembled]:
@@ -104,7 +112,7 @@ def _front(prompt: Prompt, num_tokens: int) -> list[Segment]:
     front, left = [], num_tokens
     for segment in prompt:
         if left > 0:
-            front.append(Segment(segment.ids[:left], segment.document))
+            front.append(replace(segment, ids=segment.ids[:left]))
             left -= len(segment.ids)
     return front
 
@@ -122,7 +130,10 @@ def generate_batch(engine: Engine, batch: PrefilledBatch, options: GenerationOpt
 
     def step(row: int, new: list[int]) -> bool:
         batch.reports[row].num_new_tokens += len(new)
-        return on_tokens(row, new)
+        done = on_tokens(row, new)
+        if not done:
+            engine.lock.pass_on()  # as often as the prompt alone would
+        return done
 
     width = batch.cache.get_seq_length()
     with planned(batch.plan):
