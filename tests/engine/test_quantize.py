@@ -47,7 +47,7 @@ def test_a_document_that_bears_it_is_kept_small(family: str, kv_dtype: str) -> N
     for engine in (raw, small):
         warm(engine, A, B, C)
     assert kept_as(small) == kv_dtype
-    assert small.num_kept_wider == 0
+    assert small.keeper.num_kept_wider == 0
     logits, exact = prefill(small, PROMPT).logits, prefill(raw, PROMPT).logits
     assert logits.isfinite().all()
     assert not torch.equal(logits, exact)
@@ -75,7 +75,7 @@ def test_the_gate_falls_back_step_by_step_and_says_so_once() -> None:
         warnings.simplefilter("error")
         warm(engine, B)
     assert kept_as(engine) == "raw"
-    assert engine.num_kept_wider == 2
+    assert engine.keeper.num_kept_wider == 2
     plain = engine_with(build_model())
     warm(plain, A, B)
     assert_same(prefill(engine, PROMPT).logits, prefill(plain, PROMPT).logits)
