@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -19,18 +18,18 @@ from kvboost_rag import hub
 from kvboost_rag.boundaries import break_ids
 from kvboost_rag.documents import DocumentCutter
 from kvboost_rag.engine.engine import Engine, Prefilled
-from kvboost_rag.engine.generate import GenerationOptions, TextAssembler
 from kvboost_rag.engine.model import Model
 from kvboost_rag.engine.store import StoreStats
 from kvboost_rag.engine.store.make import make_store
-from kvboost_rag.engine.types import Report, Segment, total_tokens
-from kvboost_rag.errors import ClosedEngineError, OptionError, StreamClosedError
+from kvboost_rag.engine.types import Segment, total_tokens
+from kvboost_rag.errors import ClosedEngineError, OptionError
 from kvboost_rag.many import Many
-from kvboost_rag.options import ReuseOptions, call_options, engine_options, reuse_part
+from kvboost_rag.options import ReuseOptions, engine_options, reuse_part
 from kvboost_rag.prompt import INSTRUCTION, ChatFormat, Piece, Prompt, rag
 from kvboost_rag.report import Estimate, GenerationResult, PrefillResult, WarmReport
 from kvboost_rag.segmenting import PromptLike, Segmenter
-from kvboost_rag.stream import Emit, TextStream, Work
+from kvboost_rag.single import Single
+from kvboost_rag.stream import TextStream, Work
 from kvboost_rag.tokens import Tokens
 from kvboost_rag.verify import VerifyReport, compare
 from kvboost_rag.warming import Warmer, check_texts
@@ -62,6 +61,7 @@ class KVBoost:
             raise
         self._cutter = DocumentCutter(self.tokens, config.chunk_size, config.max_document_tokens)
         self._segmenter = Segmenter(self.tokens, self.chat_format, self._cutter, self.engine.store.texts)
+        self._single = Single(self.engine, self.tokens, self._segmenter)
         self._many = Many(self.engine, self.tokens, self._segmenter, self.generate)
         self._warmer = Warmer(self.engine, self.tokens, self._cutter)
         self._closed = False
@@ -262,57 +262,8 @@ class KVBoost:
         return TextStream(self._work(prompt, options))
 
     def _work(self, prompt: PromptLike, options: dict[str, Any]) -> Work:
-        """Check everything now; return the function that does the work."""
-        started = time.perf_counter()
         self._check_open()
-        decoding, reuse = call_options(options, self._defaults, "generate")
-        segments = self._segmenter.segments(prompt, reuse.auto_detect)
-        self.engine.check_length(total_tokens(segments), decoding.max_new_tokens)
-
-        def work(emit: Emit, cancelled: threading.Event) -> GenerationResult:
-            with self.engine.lock:
-                try:
-                    prefilled = self.engine.prefill(
-                        segments, reuse.strategy, reuse.mode, decoding.max_new_tokens, cancelled.is_set
-                    )
-                except StreamClosedError:
-                    return GenerationResult("", "cancelled", Report(num_prompt_tokens=total_tokens(segments)))
-                return self._decode(prefilled, decoding, emit, cancelled.is_set, started)
-
-        return work
-
-    def _decode(
-        self,
-        prefilled: Prefilled,
-        decoding: GenerationOptions,
-        emit: Emit,
-        cancelled: Callable[[], bool],
-        started: float,
-    ) -> GenerationResult:
-        assembler = TextAssembler(self.tokens.decode, decoding.stops)
-        pieces: list[str] = []
-        report = prefilled.report
-
-        def give(piece: str) -> None:
-            if piece:
-                pieces.append(piece)
-                emit(piece)
-
-        def on_tokens(new: list[int]) -> bool:
-            if not report.ttft_seconds:
-                report.ttft_seconds = time.perf_counter() - started
-            give(assembler.push(new))
-            return assembler.stopped or cancelled()
-
-        reason = self.engine.generate(prefilled, decoding, on_tokens)
-        give(assembler.finish())
-        self.engine.keep(prefilled)
-        self.engine.model.recycle(prefilled.cache)
-        if assembler.stopped:
-            reason = "stop"
-        elif cancelled():
-            reason = "cancelled"
-        return GenerationResult("".join(pieces), reason, report)
+        return self._single.work(prompt, options, self._defaults)
 
     def prefill(self, prompt: PromptLike, **options: Any) -> PrefillResult:
         """Run the prompt only. ``.logits``: (vocab,) float32 of its last position. Options: the reuse ones."""
@@ -349,15 +300,8 @@ class KVBoost:
             return self.engine.extend(prefilled, continuation)
 
     def _prefill(self, prompt: PromptLike, options: dict[str, Any], where: str, room: int = 0) -> Prefilled:
-        started = time.perf_counter()
         self._check_open()
-        reuse: ReuseOptions = self._defaults.override(reuse_part(dict(options), where))
-        segments = self._segmenter.segments(prompt, reuse.auto_detect)
-        with self.engine.lock:
-            prefilled = self.engine.prefill(segments, reuse.strategy, reuse.mode, room)
-            prefilled.report.ttft_seconds = time.perf_counter() - started
-            self.engine.keep(prefilled)
-        return prefilled
+        return self._single.prefill(prompt, options, self._defaults, where, room)
 
     # Life
 

@@ -32,7 +32,7 @@ RANKS = [
     {"boundaries", "tokens", "prompt", "detect", "related", "hub", "report"},
     {"documents"},
     {"stream", "warming", "options", "segmenting"},
-    {"many", "verify"},
+    {"many", "single", "verify"},
     {"kvboost"},
     {"rag", "diagnosis", "owner"},
     {"demo"},
