@@ -164,6 +164,7 @@ def test_options_are_named_with_their_defaults() -> None:
         "max_quantization_kl": str(defaults.max_quantization_kl),
         "cache_dir": "none",
         "max_disk_bytes": "no limit",
+        "max_document_tokens": f"{defaults.max_document_tokens:,}",
         "prefill_chunk_tokens": f"{defaults.prefill_chunk_tokens:,}",
     }
     assert (defaults.cache_dir, defaults.max_disk_bytes) == (None, None)
