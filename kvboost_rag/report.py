@@ -66,6 +66,7 @@ class WarmReport:
     num_rejected: int = 0  # documents for which no room could be made
     seconds: float = 0.0
     num_related: int = 0  # documents read behind one they share text with
+    num_first: int = 0  # second versions, straight behind the header
 
     def __str__(self) -> str:
         rate = f", {self.num_tokens / self.seconds:.0f} tokens/s" if self.num_tokens and self.seconds else ""
@@ -76,6 +77,7 @@ class WarmReport:
                 (self.num_blank, "blank"),
                 (self.num_evicted, "evicted"),
                 (self.num_rejected, "without room"),
+                (self.num_first, "also behind the header"),
             )
             if count
         )

@@ -55,6 +55,18 @@ class Document:
         return tuple(token for part in self.parts for token in part.ids)
 
 
+@dataclass(frozen=True)
+class WarmPlan:
+    """Behind what documents are read. ``opening``: the beginning of prompts; ``primer`` as in ``KVBoost.warm``;
+    ``first``: keep a version straight behind the opening too; ``again``: read also what is warm."""
+
+    opening: Sequence[Segment]
+    primer: str | None = "auto"
+    pinned: bool = False
+    first: bool = False
+    again: bool = False
+
+
 def check_texts(texts: str | Iterable[str]) -> list[str]:
     """``texts`` as a list of stripped strings, blank ones included as "". Raises TypeError on anything else."""
     given = [texts] if isinstance(texts, str) else list(texts)
@@ -97,7 +109,7 @@ class Warmer:
 
     def is_warm(self, document: Document) -> bool:
         entries = [self._engine.store.peek(content) for content in document.contents]
-        return all(entry is not None and entry.warmed for entry in entries)
+        return all(entry is not None and entry.warmed and not entry.anchored for entry in entries)
 
     def size(self, document: Document) -> int:
         """Bytes its entry will take."""
@@ -111,51 +123,46 @@ class Warmer:
             num_fitting += total <= budget
         return Estimate(len(documents), sum(len(d.ids) for d in documents), total, budget, num_fitting)
 
-    def warm(
-        self,
-        documents: Sequence[Document],
-        report: WarmReport,
-        opening: Sequence[Segment],
-        primer: str | None,
-        pinned: bool,
-        progress: bool,
-    ) -> None:
+    def warm(self, documents: Sequence[Document], report: WarmReport, plan: WarmPlan, progress: bool) -> None:
         """Warm what is not warm yet; fills ``report`` as it goes.
 
         Raises OptionError and PromptTooLongError before any work; warns with BudgetWarning if not all will fit.
         """
         started = time.perf_counter()
-        cold = [d for d in documents if not self.is_warm(d)]
+        cold = [d for d in documents if plan.again or not self.is_warm(d)]
+        half = [d for d in documents if plan.first and (plan.again or not self._engine.holds(plan.opening, d.parts))]
         report.num_already_warm = len(documents) - len(cold)
-        front = self._fixed_primer(primer)
+        front = self._fixed_primer(plan.primer)
         for document in cold:
-            num_tokens = total_tokens(opening) + len(document.ids)
+            num_tokens = total_tokens(plan.opening) + len(document.ids)
             self._engine.check_length(
                 num_tokens, 0, f"the document {document.text[:40]!r}... behind the prompt's opening"
             )
-        self._warn_if_too_big(cold)
-        with tqdm(total=len(cold), desc="warming", unit="doc", disable=not progress or len(cold) < 2) as bar:
-            for document in cold:
-                self._warm_one(document, report, opening, front, primer == "auto", pinned)
-                report.seconds = time.perf_counter() - started
-                bar.update()
+        self._warn_if_too_big([*cold, *half])
+        total = len(cold) + len(half)
+        with tqdm(total=total, desc="warming", unit="doc", disable=not progress or total < 2) as bar:
+            for documents, read in ((cold, self._warm_one), (half, self._warm_first)):
+                for document in documents:
+                    read(document, report, plan, front)
+                    report.seconds = time.perf_counter() - started
+                    bar.update()
 
-    def _warm_one(
-        self,
-        document: Document,
-        report: WarmReport,
-        opening: Sequence[Segment],
-        front: Document | None,
-        auto: bool,
-        pinned: bool,
-    ) -> None:
+    def _warm_first(self, document: Document, report: WarmReport, plan: WarmPlan, front: Document | None) -> None:
+        """The second version, straight behind the opening."""
+        with self._engine.lock:
+            put = self._engine.warm(plan.opening, document.parts, plan.pinned, anchored=True)
+        report.num_evicted += sum(entry.warmed for entry in put.evicted)
+        report.num_first += put.stored
+
+    def _warm_one(self, document: Document, report: WarmReport, plan: WarmPlan, front: Document | None) -> None:
+        auto = plan.primer == "auto"
         found = runs(document.ids) if auto else frozenset()
         related = [self._read[content] for content in self._related.related(found)]
         primers = self._read_before(document, related) if auto else []
         if front is not None and sum(len(p.ids) for p in primers) < PRIMER_TOKENS:
             primers.append(front)
         with self._engine.lock:
-            put = self._run(self._context(document, opening, primers), document, pinned)
+            put = self._run(self._context(document, plan.opening, primers), document, plan.pinned)
         report.num_evicted += sum(entry.warmed for entry in put.evicted)
         if not put.stored:
             report.num_rejected += 1

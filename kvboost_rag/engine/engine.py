@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import DynamicCache
 
@@ -26,7 +27,7 @@ from kvboost_rag.engine.costs import Costs, Work
 from kvboost_rag.engine.forward import SCOUT_LAYERS, SCOUT_TOKENS, fused_forward, key_deviation, scout
 from kvboost_rag.engine.generate import GenerationOptions, decode
 from kvboost_rag.engine.keeping import Keeper
-from kvboost_rag.engine.keys import content_hash
+from kvboost_rag.engine.keys import chunk_keys, content_hash
 from kvboost_rag.engine.lock import FairLock
 from kvboost_rag.engine.model import Model
 from kvboost_rag.engine.repair import BoundaryRepair, DeviationProbe, Repair, RepairView, Reused
@@ -203,6 +204,7 @@ class Engine:
         pinned: bool = False,
         text: str = "",
         chunking: str = "document",
+        anchored: bool = False,
     ) -> Put:
         """Read ``document``, in one part or several, behind ``context`` and keep its KV; see ``Keeper.read``.
 
@@ -210,7 +212,23 @@ class Engine:
         """
         parts = [document] if isinstance(document, Segment) else document
         self.check_length(total_tokens(context) + total_tokens(parts), 0, "a document (with its primer)")
-        return self.keeper.read(context, parts, pinned, text, chunking)
+        return self.keeper.read(context, parts, pinned, text, chunking, anchored)
+
+    def holds(self, context: Sequence[Segment], parts: Sequence[Segment]) -> bool:
+        """Whether a document's exact KV behind ``context`` is kept. Marks nothing as used."""
+        segments = [*context, *parts]
+        chunks = self.cutting.chunks(segments)
+        keys = chunk_keys(chunks, self.model.fingerprint(total_tokens(segments)))
+        return all(self.store.holds(each) for each in keys[-len(parts) :])
+
+    def promote(self, parts: Sequence[Segment]) -> bool:
+        """Bring a document's KV to the fastest tier. Returns whether any of it came from a slower one."""
+        num_tokens = total_tokens(parts)
+        brought = [
+            self.store.promote(self.content_key(part.ids, num_tokens), np.asarray(part.ids, dtype=np.int64))
+            for part in parts
+        ]
+        return any(brought)
 
     @property
     def bytes_per_token(self) -> int:

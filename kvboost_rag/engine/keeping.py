@@ -69,13 +69,14 @@ class Keeper:
         pinned: bool = False,
         text: str = "",
         chunking: str = "document",
+        anchored: bool = False,
     ) -> Put:
         """Run a document behind ``context`` and keep its KV (paper: ``warm``), each of its ``parts`` as an entry.
 
         The document is run as a whole, so its parts see all before them. What is new of the context is kept too, as a
         by-product: one that many documents share is computed once. A document of the context that is warm already is
         reused where it stands. ``text`` and ``chunking`` go with the first part, so that a store opened again can tell
-        what to look for.
+        what to look for. ``anchored``: keep it, as computed, as a second version for this context only.
         """
         segments = [*context, *parts]
         num_tokens = total_tokens(segments)
@@ -86,7 +87,8 @@ class Keeper:
         assembled = replace(assembled, placements=(*before, *targets))
         cache = self.model.new_cache(num_tokens)
         stitch(assembled, cache, self.model.rope(num_tokens))
-        judged = self.config.codec != "raw"  # whose last tokens say what quantisation costs
+        codec = "raw" if anchored else self.config.codec
+        judged = codec != "raw"  # whose last tokens say what quantisation costs
         num_logits = max(1, num_probe_tokens(total_tokens(parts))) if judged else 1
         live, size = assembled.live_positions(), self.config.prefill_chunk_tokens
         with self.costs.forward(Work(len(live), float(live.float().mean()) + 1)):
@@ -99,7 +101,7 @@ class Keeper:
         if not self.model.lasting(num_tokens):
             return Put(stored=False)
         spans = [(target.chunk.start, target.chunk.end) for target in targets]
-        kept = keep(self.model, cache, assembled.ids, spans, logits, self.config.codec, self.config.max_quantization_kl)
+        kept = keep(self.model, cache, assembled.ids, spans, logits, codec, self.config.max_quantization_kl)
         self._say(kept)
         puts = [
             self._put(
@@ -110,8 +112,9 @@ class Keeper:
                 importance=importance([slab.window(*span).keys for slab in cache.slabs]),
                 warmed=True,
                 pinned=pinned,
-                text="" if target.chunk.part else text,
+                text="" if target.chunk.part or anchored else text,
                 chunking=chunking,
+                anchored=anchored,
             )
             for target, packed, span in zip(targets, kept.packed, spans, strict=True)
         ]
@@ -132,9 +135,12 @@ class Keeper:
         pinned: bool = False,
         text: str = "",
         chunking: str = "document",
+        anchored: bool = False,
     ) -> Put:
         ids = np.asarray(placement.chunk.ids, dtype=np.int64)
-        return self.store.put(Entry(placement.keys, ids, packed, exact, warmed, pinned, importance, text, chunking))
+        return self.store.put(
+            Entry(placement.keys, ids, packed, exact, warmed, pinned, importance, text, chunking, anchored)
+        )
 
     def _say(self, kept: Kept) -> None:
         if kept.refused and not self.num_kept_wider:

@@ -24,7 +24,8 @@ class Entry:
     ``exact`` says that the KV came from a full computation behind exactly the prefix of ``keys.prefix``; any other KV
     can only be found by its content. ``warmed`` entries were ingested on purpose; the rest are by-products of prompts.
     ``importance``: mean length of the keys (equation 6). ``text``: of a warmed document, with its first part, so that
-    a store opened again can tell what to look for in prompts; ``chunking``: how that text was cut.
+    a store opened again can tell what to look for in prompts; ``chunking``: how that text was cut. ``anchored``: a
+    second version of a warmed document, for use behind its own prefix only; the other one stays beside it.
     """
 
     keys: ChunkKeys
@@ -36,11 +37,17 @@ class Entry:
     importance: float = 0.0
     text: str = ""
     chunking: str = "document"
+    anchored: bool = False
     num_uses: int = 0
 
     @property
     def num_tokens(self) -> int:
         return len(self.ids)
+
+    @property
+    def bound(self) -> bool:
+        """Whether it is of use behind its own prefix only, so that it never stands for others of its content."""
+        return self.exact and (self.anchored or not self.warmed)
 
     @property
     def num_bytes(self) -> int:
@@ -91,6 +98,14 @@ class Store(ABC):
     def peek(self, content: bytes) -> Entry | None:
         """The entry of that content, without marking it used or counting."""
 
+    def holds(self, keys: ChunkKeys) -> bool:
+        """Whether there is KV for exactly that prefix. Neither marks it used nor counts."""
+        return False
+
+    def promote(self, content: bytes, ids: npt.NDArray[np.int64]) -> bool:
+        """Bring the entry of that content to where it is fastest. Returns whether it was brought from elsewhere."""
+        return False
+
     @abstractmethod
     def put(self, entry: Entry) -> Put:
         """Keep ``entry``, evicting others if need be. A by-product never displaces a warmed entry."""
@@ -111,7 +126,7 @@ class Store(ABC):
         return self.tier
 
     def texts(self) -> Iterator[WarmText]:
-        """Texts of warmed documents that were there before this store was opened, the last used one last."""
+        """Texts of all warmed documents, the last used one last."""
         return iter(())
 
     @property

@@ -100,6 +100,11 @@ class DiskStore:
                 self._known.add(content)
         return entry
 
+    def holds(self, keys: ChunkKeys) -> bool:
+        """Whether there is a file for exactly that prefix. Does not open it."""
+        with self._lock:
+            return any(name.exact and name.prefix == keys.prefix for name in self._folder.of_content(keys.content))
+
     def has(self, entry: Entry) -> bool:
         """Whether a file of ``entry``'s name is there. Does not open it."""
         with self._lock:
@@ -137,7 +142,12 @@ class DiskStore:
                 files = self._folder.files
                 names = sorted(
                     self._folder.of_content(content) - tried,
-                    key=lambda n: (n.exact and n.prefix == prefix, n.warmed, not n.exact, files[n].used),
+                    key=lambda n: (
+                        n.exact and n.prefix == prefix,
+                        n.warmed and not n.bound,
+                        not n.exact,
+                        files[n].used,
+                    ),
                     reverse=True,
                 )
             for name in names:
@@ -166,7 +176,7 @@ class DiskStore:
         with self._lock:
             self._folder.refresh()
             replaced = self._replaced_by(name)
-            if any(old.warmed and not name.warmed for old in replaced):
+            if any(old.warmed and (not name.warmed or (name.bound and not old.bound)) for old in replaced):
                 return False
             if not self._folder.make_room(len(data), name.warmed, replaced):
                 return False
@@ -191,8 +201,8 @@ class DiskStore:
         """Files that ``name`` stands for from now on; the same rule as in memory."""
         same = self._folder.of_content(name.content)
         found = {old for old in same if name.exact and old.exact and old.prefix == name.prefix}
-        if not name.exact_by_product:
-            found |= {old for old in same if not old.exact_by_product}
+        if not name.bound:
+            found |= {old for old in same if not old.bound}
         return found
 
     def _write(self, path: Path, data: bytes) -> None:

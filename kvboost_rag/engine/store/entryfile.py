@@ -1,9 +1,9 @@
 """One entry, one safetensors file: its name, its bytes, and how far to trust them.
 
 Knows entries, tensors and headers; knows nothing of folders, budgets or other files. The name alone says what an entry
-is (content, prefix, warmed or by-product, exact or approximate, pinned), so a folder is read without opening a file;
-the header repeats it, so a file under another's name is found out. Where the paper keeps fixed slots and a JSON index
-(section 4.4), a file is as large as its document and there is no index to corrupt.
+is (content, prefix, warmed or by-product, exact or approximate, pinned, second version), so a folder is read without
+opening a file; the header repeats it, so a file under another's name is found out. Where the paper keeps fixed slots
+and a JSON index (section 4.4), a file is as large as its document and there is no index to corrupt.
 
 Two CRC-32 sums cover the header and the tensors: they find every flipped bit, and cost less than half of what SHA-256
 does. They guard against accidents, not against someone who may write to the folder.
@@ -31,7 +31,7 @@ from kvboost_rag.engine.types import ChunkKeys
 
 FORMAT = "kvboost-rag 1"
 SUFFIX = ".safetensors"
-_NAME = re.compile(r"((?:[0-9a-f]{2})+)-((?:[0-9a-f]{2})+)-([wb])([ea])(p?)\.safetensors")
+_NAME = re.compile(r"((?:[0-9a-f]{2})+)-((?:[0-9a-f]{2})+)-([wb])([ea])(p?)(v?)\.safetensors")
 _IDS = "token_ids"
 
 
@@ -48,10 +48,12 @@ class FileName:
     warmed: bool
     exact: bool
     pinned: bool
+    anchored: bool = False
 
     @classmethod
     def of(cls, entry: Entry) -> FileName:
-        return cls(entry.keys.content, entry.keys.prefix, entry.warmed, entry.exact, entry.pinned)
+        keys = entry.keys
+        return cls(keys.content, keys.prefix, entry.warmed, entry.exact, entry.pinned, entry.anchored)
 
     @classmethod
     def parse(cls, name: str) -> FileName | None:
@@ -59,15 +61,18 @@ class FileName:
         match = _NAME.fullmatch(name)
         if match is None:
             return None
-        content, prefix, kind, fidelity, pin = match.groups()
-        return cls(bytes.fromhex(content), bytes.fromhex(prefix), kind == "w", fidelity == "e", pin == "p")
+        content, prefix, kind, fidelity, pin, version = match.groups()
+        flags = (kind == "w", fidelity == "e", pin == "p", version == "v")
+        return cls(bytes.fromhex(content), bytes.fromhex(prefix), *flags)
 
     @property
-    def exact_by_product(self) -> bool:
-        return self.exact and not self.warmed
+    def bound(self) -> bool:
+        """As an entry's."""
+        return self.exact and (self.anchored or not self.warmed)
 
     def __str__(self) -> str:
-        flags = ("w" if self.warmed else "b") + ("e" if self.exact else "a") + ("p" if self.pinned else "")
+        flags = ("w" if self.warmed else "b") + ("e" if self.exact else "a")
+        flags += ("p" if self.pinned else "") + ("v" if self.anchored else "")
         return f"{self.content.hex()}-{self.prefix.hex()}-{flags}{SUFFIX}"
 
 
@@ -130,6 +135,7 @@ def _entry(name: FileName, header: Mapping[str, str], ids: np.ndarray[Any, np.dt
         exact=name.exact,
         warmed=name.warmed,
         pinned=name.pinned,
+        anchored=name.anchored,
         importance=float(header["importance"]),
         text=json.loads(header["text"]),
         chunking=header.get("chunking", "document"),

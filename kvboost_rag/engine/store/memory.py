@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
+from collections.abc import Iterator
 from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
-from kvboost_rag.engine.store.base import Entry, Put, Store, StoreStats
+from kvboost_rag.engine.store.base import Entry, Put, Store, StoreStats, WarmText
 from kvboost_rag.engine.store.eviction import resolve_eviction
 from kvboost_rag.engine.types import ChunkKeys, Fidelity
 from kvboost_rag.errors import OptionError
@@ -67,6 +68,15 @@ class MemoryStore(Store):
             self._num_misses += 1
             return None
 
+    def holds(self, keys: ChunkKeys) -> bool:
+        with self._lock:
+            return keys.prefix in self._exact
+
+    def texts(self) -> Iterator[WarmText]:
+        with self._lock:
+            entries = list(self._recency.values())
+        return (WarmText(e.text, e.num_tokens, e.chunking, e.keys.content) for e in entries if e.text)
+
     def peek(self, content: bytes) -> Entry | None:
         with self._lock:
             return self._best(content)
@@ -74,12 +84,12 @@ class MemoryStore(Store):
     def _best(self, content: bytes) -> Entry | None:
         """Of several entries of one content, the one made to be reused anywhere."""
         entries = self._content.get(content, ())
-        return max(entries, key=lambda e: (e.warmed, not e.exact), default=None)
+        return max(entries, key=lambda e: (e.warmed and not e.anchored, not e.exact), default=None)
 
     def put(self, entry: Entry) -> Put:
         with self._lock:
             replaced = self._replaced_by(entry)
-            if any(old.warmed and not entry.warmed for old in replaced):
+            if any(old.warmed and (not entry.warmed or (entry.bound and not old.bound)) for old in replaced):
                 return Put(stored=False)
             victims = self._victims(entry, replaced)
             if victims is None:
@@ -94,12 +104,12 @@ class MemoryStore(Store):
     def _replaced_by(self, entry: Entry) -> list[Entry]:
         """Entries that ``entry`` stands for from now on.
 
-        An exact by-product (a header, a primer) replaces only its like: behind another prefix, or as a document, the
-        same content is another entry.
+        What is bound to its prefix (a header, a primer, a second version) replaces only its like: behind another
+        prefix, or as a document for any place, the same content is another entry.
         """
         found = [self._exact[entry.keys.prefix]] if entry.exact and entry.keys.prefix in self._exact else []
-        if not _is_exact_by_product(entry):
-            found += [old for old in self._content.get(entry.keys.content, ()) if not _is_exact_by_product(old)]
+        if not entry.bound:
+            found += [old for old in self._content.get(entry.keys.content, ()) if not old.bound]
         return list({id(old): old for old in found}.values())
 
     def _victims(self, entry: Entry, replaced: list[Entry]) -> list[Entry] | None:
@@ -186,7 +196,3 @@ class MemoryStore(Store):
                 num_misses=self._num_misses,
                 num_mismatches=self._num_mismatches,
             )
-
-
-def _is_exact_by_product(entry: Entry) -> bool:
-    return entry.exact and not entry.warmed

@@ -76,10 +76,26 @@ class TieredStore(Store):
         One that is on disk only comes from its header: no ids, and ``OnDisk`` in place of KV. Its flags and text hold.
         """
         here = self.memory.peek(content)
-        if here is not None and here.warmed:
+        if here is not None and here.warmed and not here.anchored:
             return here
         there = self.disk.peek(content)
         return there if here is None or (there is not None and there.warmed) else here
+
+    def holds(self, keys: ChunkKeys) -> bool:
+        return self.memory.holds(keys) or self.disk.holds(keys)
+
+    def promote(self, content: bytes, ids: npt.NDArray[np.int64]) -> bool:
+        """From disk into memory, if memory has no warmed entry of it."""
+        here = self.memory.peek(content)
+        if here is not None and here.warmed and not here.anchored:
+            return False
+        with self._lock:
+            hit = self.disk.load(ChunkKeys(prefix=b"", content=content), ids)
+            if hit is None:
+                return False
+            put = self.memory.put(hit[0])
+            self._spill(put.evicted)
+            return put.stored
 
     def put(self, entry: Entry) -> Put:
         """Keep ``entry`` in memory, and on disk if it is warmed. ``evicted``: what is in neither tier any more."""
@@ -124,7 +140,7 @@ class TieredStore(Store):
             self.memory.close()
 
     def texts(self) -> Iterator[WarmText]:
-        """From the headers of the files, each opened once."""
+        """Warmed documents are on disk, whatever is in memory: from the headers of the files."""
         return self.disk.texts()
 
     @property
