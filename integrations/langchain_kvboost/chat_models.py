@@ -6,92 +6,53 @@ that were warmed are found in the messages wherever they stand, so every way of 
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any
 
-from langchain_core.callbacks import CallbackManagerForLLMRun
+from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
 from langchain_core.language_models import BaseChatModel
 from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage, ChatMessage
 from langchain_core.messages.ai import InputTokenDetails, UsageMetadata
 from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
-from pydantic import Field, PrivateAttr, model_validator
 
 from kvboost_rag.errors import OptionError
+from langchain_kvboost.base import OverEngine
 
 _ROLES = {"system": "system", "human": "user", "ai": "assistant"}
-_FIELDS = ("temperature", "top_p", "top_k", "seed", "repetition_penalty", "repair", "recompute_ratio", "mode")
-_CALL = (*_FIELDS, "auto_detect", "max_new_tokens")
 
 
-class ChatKVBoost(BaseChatModel):
+class ChatKVBoost(OverEngine, BaseChatModel):
     """Chat with a local Hugging Face model that reuses the KV of every warmed document.
 
-    ``engine``: a ``kvboost_rag.KVBoost``, shared with retrievers, vector stores and other models; or ``model``: a hub
-    name or folder, loaded with ``engine_kwargs`` on construction. Options left at None are the engine's own.
+    Options of the constructor and of every call: ``temperature``, ``top_p``, ``top_k``, ``seed``,
+    ``repetition_penalty``, ``max_tokens`` (or ``max_new_tokens``), ``stop`` (both are merged), ``do_sample`` (calls
+    only), and of reuse: ``repair``, ``recompute_ratio``, ``quality``, ``mode``, ``auto_detect``. Unknown ones are
+    warned of once. ``usage_metadata`` counts reused tokens as ``cache_read`` and newly stored ones as
+    ``cache_creation``; the engine's report is in ``response_metadata["kvboost"]``.
+
+    Tools and structured output are refused: the model is not constrained to write either.
     """
 
-    engine: Any = Field(default=None, exclude=True, repr=False)
-    model: str = ""
-    engine_kwargs: dict[str, Any] = Field(default_factory=dict, repr=False)
-    temperature: float = 0.0
-    max_tokens: int = 256
-    top_p: float | None = None
-    top_k: int | None = None
-    seed: int | None = None
-    repetition_penalty: float | None = None
-    stop: list[str] | str | None = None
-    repair: Any = None
-    recompute_ratio: float | None = None
-    mode: str | None = None
     streaming: bool = False
-    _warned: set[str] = PrivateAttr(default_factory=set)
 
-    @model_validator(mode="after")
-    def _load(self) -> ChatKVBoost:
-        from kvboost_rag.kvboost import KVBoost
+    def _resolve_model_profile(self) -> Any:
         from kvboost_rag.owner import engine_of
 
-        if self.engine is None:
-            if not self.model:
-                raise OptionError("ChatKVBoost needs engine= (a KVBoost) or model= (a hub name or folder)")
-            self.engine = KVBoost.from_pretrained(self.model, **self.engine_kwargs)
-        self.engine = engine_of(self.engine)
-        self.model = self.model or self.engine.name
-        return self
-
-    @property
-    def _llm_type(self) -> str:
-        return "kvboost"
-
-    @property
-    def _identifying_params(self) -> dict[str, Any]:
-        options = {name: getattr(self, name) for name in (*_FIELDS, "max_tokens", "stop")}
-        if not isinstance(self.repair, str | None):
-            options["repair"] = repr(self.repair)  # a strategy object; what identifies must be plain data
-        return {"model": self.model, **options}
-
-    def _options(self, stop: Sequence[str] | None, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """The engine's options of one call: this model's fields, overridden by the call's."""
-        options = {name: getattr(self, name) for name in _FIELDS if getattr(self, name) is not None}
-        if "repair" in kwargs and "recompute_ratio" not in kwargs:
-            options.pop("recompute_ratio", None)
-        max_tokens = kwargs.pop("max_tokens", None)
-        options["max_new_tokens"] = self.max_tokens if max_tokens is None else max_tokens
-        for name, value in kwargs.items():
-            if name in _CALL:
-                options[name] = value
-            elif name not in self._warned and not name.startswith("ls_"):
-                self._warned.add(name)
-                warnings.warn(
-                    f"ChatKVBoost ignores the unknown option {name!r}; it takes: max_tokens, stop, {', '.join(_CALL)}",
-                    stacklevel=4,
-                )
-        own = [self.stop] if isinstance(self.stop, str) else list(self.stop or ())
-        merged = list(dict.fromkeys([*own, *(stop or ())]))
-        if merged:
-            options["stop"] = merged
-        return options
+        tokens = engine_of(self.engine).context_tokens
+        return {
+            "name": self.model or self.engine.name,
+            "max_input_tokens": tokens,
+            "max_output_tokens": tokens,
+            "text_inputs": True,
+            "text_outputs": True,
+            "image_inputs": False,
+            "audio_inputs": False,
+            "video_inputs": False,
+            "tool_calling": False,
+            "structured_output": False,
+            "open_weights": True,
+            "temperature": True,
+        }
 
     def _generate(
         self,
@@ -100,7 +61,18 @@ class ChatKVBoost(BaseChatModel):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> ChatResult:
-        result = self.engine.generate(to_engine(messages), **self._options(stop, kwargs))
+        return self._answer(self.engine.generate(to_engine(messages), **self._options(stop, kwargs)))
+
+    async def _agenerate(
+        self,
+        messages: list[BaseMessage],
+        stop: list[str] | None = None,
+        run_manager: AsyncCallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> ChatResult:
+        return self._answer(await self.engine.agenerate(to_engine(messages), **self._options(stop, kwargs)))
+
+    def _answer(self, result: Any) -> ChatResult:
         message = AIMessage(
             content=result.text,
             usage_metadata=_usage(result.report),
@@ -121,18 +93,39 @@ class ChatKVBoost(BaseChatModel):
                 if run_manager:
                     run_manager.on_llm_new_token(piece, chunk=chunk)
                 yield chunk
-            result = stream.result
-        last = AIMessageChunk(content="", chunk_position="last", usage_metadata=_usage(result.report))
-        yield ChatGenerationChunk(message=last, generation_info=self._metadata(result))
+            yield self._last(stream.result)
 
-    def _metadata(self, result: Any) -> dict[str, Any]:
-        return {"model_name": self.model, "finish_reason": result.finish_reason, "kvboost": result.report.to_dict()}
+    async def _astream(
+        self,
+        messages: list[BaseMessage],
+        stop: list[str] | None = None,
+        run_manager: AsyncCallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> AsyncIterator[ChatGenerationChunk]:
+        async with self.engine.astream(to_engine(messages), **self._options(stop, kwargs)) as stream:
+            async for piece in stream:
+                chunk = ChatGenerationChunk(message=AIMessageChunk(content=piece))
+                if run_manager:
+                    await run_manager.on_llm_new_token(piece, chunk=chunk)
+                yield chunk
+            yield self._last(stream.result)
 
-    def get_token_ids(self, text: str) -> list[int]:
-        return list(self.engine.tokens.encode(text))
+    def _last(self, result: Any) -> ChatGenerationChunk:
+        """The chunk that ends a stream: no text, and everything that is counted once."""
+        message = AIMessageChunk(content="", chunk_position="last", usage_metadata=_usage(result.report))
+        return ChatGenerationChunk(message=message, generation_info=self._metadata(result))
 
     def bind_tools(self, tools: Any, **kwargs: Any) -> Any:
-        raise NotImplementedError("ChatKVBoost does not call tools: pass retrieved documents in the messages instead")
+        raise NotImplementedError(
+            "ChatKVBoost does not call tools. For RAG retrieve first: put the documents into the messages, or use "
+            "create_kvboost_rag_chain, or create_agent(model, tools=[], middleware=[KVBoostRAGMiddleware(...)])"
+        )
+
+    def with_structured_output(self, schema: Any = None, **kwargs: Any) -> Any:
+        raise NotImplementedError(
+            "ChatKVBoost does not constrain what the model writes, so the output may not fit the schema. Ask for JSON "
+            "in the prompt and parse it: prompt | model | JsonOutputParser() of langchain_core.output_parsers"
+        )
 
 
 def to_engine(messages: Sequence[BaseMessage]) -> list[dict[str, Any]]:
