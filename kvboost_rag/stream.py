@@ -55,7 +55,8 @@ class _Stream:
         return self._result
 
     def __del__(self) -> None:
-        self._cancelled.set()
+        if hasattr(self, "_cancelled"):  # not if there was no event loop to be made in
+            self._cancelled.set()
 
 
 class TextStream(_Stream, Iterator[str]):
@@ -106,6 +107,7 @@ class AsyncTextStream(_Stream, AsyncIterator[str]):
         while not self._ended:
             item = await self._pieces.get()
             self._ended = not isinstance(item, str)
+        self._thread.join()  # which has nothing left to do
 
     async def __aenter__(self) -> AsyncTextStream:
         return self
