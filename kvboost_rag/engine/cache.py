@@ -136,6 +136,11 @@ class Slab:
         """Views of slots [start, end)."""
         return Slab(self.first, self.keys[:, :, start:end], self.values[:, :, start:end])
 
+    def of_layers(self, layers: slice) -> Slab:
+        """Views of some of its layers, counted as the model's are."""
+        part = slice(layers.start - self.first, layers.stop - self.first)
+        return Slab(layers.start, self.keys[part], self.values[part])
+
 
 class SlotCache(Cache):  # type: ignore[misc]
     """A cache over one slab per device."""

@@ -83,8 +83,9 @@ def _turn(keys: torch.Tensor, distances: torch.Tensor, rope: Rope, out: torch.Te
         torch.mul(first, cos, out=first_out).addcmul_(second, sin, value=-1)
         torch.mul(second, cos, out=second_out).addcmul_(first, sin)
     else:
-        first_out.copy_(first * cos - second * sin)
-        second_out.copy_(second * cos + first * sin)
+        turned = (first * cos).addcmul_(second, sin, value=-1)
+        first_out.copy_(turned)
+        second_out.copy_(torch.mul(second, cos, out=turned).addcmul_(first, sin))
     if rope.rotary_dim < keys.shape[-1]:
         out[..., rope.rotary_dim :] = keys[..., rope.rotary_dim :]
     return out

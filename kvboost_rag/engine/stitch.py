@@ -6,9 +6,11 @@ Knows placements, codecs and rope; knows nothing of why a chunk hit or what is r
 from __future__ import annotations
 
 from kvboost_rag.engine.assemble import Assembled
-from kvboost_rag.engine.cache import SlotCache
-from kvboost_rag.engine.codecs import CODECS
+from kvboost_rag.engine.cache import Slab, SlotCache
+from kvboost_rag.engine.codecs import CODECS, Packed
 from kvboost_rag.engine.rope import Rope, move, place
+
+BLOCK = 2**19  # numbers decoded and turned at once: few, so that a prompt never takes much more than its buffer
 
 
 def stitch(assembled: Assembled, cache: SlotCache, rope: Rope, first: int = 0) -> int:
@@ -21,16 +23,23 @@ def stitch(assembled: Assembled, cache: SlotCache, rope: Rope, first: int = 0) -
     for placement in assembled.placements:
         if placement.entry is None or placement.chunk.start < first:
             continue
-        kv = CODECS[placement.entry.packed.codec].decode(placement.entry.packed)
-        start, end = placement.chunk.start, placement.chunk.end
+        packed, start = placement.entry.packed, placement.chunk.start
         for slab in cache.slabs:
-            target, own = slab.window(start, end), rope.of_layers(slab.first, slab.last)
-            keys, values = kv.keys[slab.first : slab.last], kv.values[slab.first : slab.last]
-            keys = keys.to(slab.device, non_blocking=True)
-            if kv.position is None:
-                place(keys, start, own, out=target.keys)
-            else:
-                move(keys, start - kv.position, own, out=target.keys)
-            target.values.copy_(values, non_blocking=True)
-        moved_bytes += placement.entry.packed.num_bytes
+            target = slab.window(start, placement.chunk.end)
+            at_once = max(1, BLOCK // max(1, 2 * target.keys[0].numel()))
+            for layer in range(slab.first, slab.last, at_once):
+                layers = slice(layer, min(layer + at_once, slab.last))
+                _lay(packed, layers, start, target.of_layers(layers), rope.of_layers(layers.start, layers.stop))
+        moved_bytes += packed.num_bytes
     return moved_bytes
+
+
+def _lay(packed: Packed, layers: slice, start: int, target: Slab, rope: Rope) -> None:
+    """Fill ``target`` with ``layers`` of what is kept. What decoding and turning need is let go of before the next."""
+    kv = CODECS[packed.codec].decode(packed, layers.start, layers.stop)
+    keys = kv.keys.to(target.device, non_blocking=True)
+    if kv.position is None:
+        place(keys, start, rope, out=target.keys)
+    else:
+        move(keys, start - kv.position, rope, out=target.keys)
+    target.values.copy_(kv.values, non_blocking=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from safetensors.torch import load, save
@@ -111,6 +113,17 @@ class TestContract:
         for key in facts:
             with pytest.raises(KeyError):
                 CODECS[name].load(tensors, {k: v for k, v in facts.items() if k != key})
+
+    @pytest.mark.parametrize("shape", [(5, 1, 7, 3), (6, 3, 130, 16), (3, 2, 4, 8), (4, 1, 1, 2), (7, 1, 68, 5)])
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    def test_some_layers_are_those_of_the_whole(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        codec = CODECS[name]
+        packed = codec.encode(KV(torch.randn(shape).to(dtype), torch.randn(shape).to(dtype), position=None))
+        whole = codec.decode(packed)
+        for first, last in itertools.combinations_with_replacement(range(shape[0] + 1), 2):
+            part = codec.decode(packed, first, last)
+            assert torch.equal(part.keys, whole.keys[first:last])
+            assert torch.equal(part.values, whole.values[first:last])
 
     def test_decoding_twice_gives_the_same_and_leaves_the_packing_alone(self, name: str) -> None:
         packed = CODECS[name].encode(random_kv(70, torch.bfloat16))

@@ -36,8 +36,8 @@ class Codec(ABC):
         """What is kept of ``kv``. Shares nothing with it that the caller may still change."""
 
     @abstractmethod
-    def decode(self, packed: Any) -> KV:
-        """The KV again. The caller must not write into it."""
+    def decode(self, packed: Any, first: int = 0, last: int | None = None) -> KV:
+        """The KV of layers [first, last) again, of all if not given. The caller must not write into it."""
 
     @abstractmethod
     def dump(self, packed: Any) -> tuple[dict[str, torch.Tensor], dict[str, str]]:

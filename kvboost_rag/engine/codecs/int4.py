@@ -27,9 +27,11 @@ class Int4Codec(KiviCodec):
         packed[: codes.numel() - size] |= codes[size:] << 4
         return packed
 
-    def unpack(self, packed: torch.Tensor, count: int) -> torch.Tensor:
+    def unpack(self, packed: torch.Tensor, count: int, first: int = 0) -> torch.Tensor:
         size = packed.numel()
-        codes = torch.empty(2 * size, dtype=torch.uint8, device=packed.device)
-        torch.bitwise_and(packed, 15, out=codes[:size])
-        torch.bitwise_right_shift(packed, 4, out=codes[size:])
-        return codes[:count]
+        num_low = min(max(size - first, 0), count)  # of the codes asked for, how many lie in low halves
+        high = max(first - size, 0)
+        codes = torch.empty(count, dtype=torch.uint8, device=packed.device)
+        torch.bitwise_and(packed[first : first + num_low], 15, out=codes[:num_low])
+        torch.bitwise_right_shift(packed[high : high + count - num_low], 4, out=codes[num_low:])
+        return codes

@@ -23,5 +23,5 @@ class Int8Codec(KiviCodec):
     def pack(self, codes: torch.Tensor) -> torch.Tensor:
         return codes
 
-    def unpack(self, packed: torch.Tensor, count: int) -> torch.Tensor:
-        return packed
+    def unpack(self, packed: torch.Tensor, count: int, first: int = 0) -> torch.Tensor:
+        return packed[first : first + count]

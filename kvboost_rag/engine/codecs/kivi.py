@@ -162,8 +162,8 @@ class KiviCodec(Codec):
         """One row of codes, uint8 with ``bits`` used, as one row of ``packed_size`` bytes."""
 
     @abstractmethod
-    def unpack(self, packed: torch.Tensor, count: int) -> torch.Tensor:
-        """The ``count`` codes that ``pack`` got."""
+    def unpack(self, packed: torch.Tensor, count: int, first: int = 0) -> torch.Tensor:
+        """Of the codes that ``pack`` got, ``count`` from ``first`` on."""
 
     def packed_size(self, count: int) -> int:
         return (count * self.bits + 7) // 8
@@ -186,16 +186,18 @@ class KiviCodec(Codec):
             self._encode(values),
         )
 
-    def decode(self, packed: QuantisedKV) -> KV:
+    def decode(self, packed: QuantisedKV, first: int = 0, last: int | None = None) -> KV:
         """KV in the dtype and on the device it came from, keys without rotation."""
-        raws, num_raw, shapes = (packed.raw_keys, packed.raw_values), packed.raw_keys.shape[2], shapes_of(packed)
+        raws = packed.raw_keys[first:last], packed.raw_values[first:last]
+        layers, _, num_raw, _ = packed.raw_keys.shape
+        shapes = shapes_of(packed)
         keys, values = (
             torch.empty(*raw.shape[:2], packed.num_tokens, raw.shape[3], dtype=packed.dtype, device=raw.device)
             for raw in raws
         )
         keys[:, :, :num_raw], values[:, :, :num_raw] = raws
-        self._decode(packed.keys, shapes["keys"], keys[:, :, num_raw:])
-        self._decode(packed.values, shapes["values"], values[:, :, num_raw:].transpose(1, 2))
+        self._decode(packed.keys, shapes["keys"], layers, first, keys[:, :, num_raw:])
+        self._decode(packed.values, shapes["values"], layers, first, values[:, :, num_raw:].transpose(1, 2))
         return KV(keys, values, None)
 
     def dump(self, packed: QuantisedKV) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
@@ -229,14 +231,18 @@ class KiviCodec(Codec):
         codes, scale, minimum = quantise(x.float(), 2**self.bits - 1)
         return Codes(self.pack(codes.flatten()), scale, minimum)
 
-    def _decode(self, codes: Codes, shape: Shape, out: torch.Tensor) -> None:
-        """Fills ``out`` (layers, ...) in the order of the codes, so many layers at a time as stay in a CPU's cache."""
-        layers, (outer, n, inner) = max(1, out.shape[0]), shape
-        numbers, rows = self.unpack(codes.codes, outer * n * inner).view(shape), outer // layers
-        at_once = max(1, BLOCK * layers // max(1, outer * n * inner))
-        for first in range(0, layers, at_once):
-            part, target = slice(first * rows, (first + at_once) * rows), out[first : first + at_once]
-            target.copy_(dequantise(numbers[part], codes.scale[part], codes.minimum[part]).view(target.shape))
+    def _decode(self, codes: Codes, shape: Shape, layers: int, first: int, out: torch.Tensor) -> None:
+        """Fills ``out`` with the codes of as many of the ``layers``, from ``first`` on, in the order of the codes; so
+        many at a time as stay in a CPU's cache."""
+        outer, n, inner = shape
+        rows = outer // max(1, layers)  # of each layer
+        at_once = max(1, BLOCK // max(1, rows * n * inner))
+        for start in range(0, out.shape[0], at_once):
+            target = out[start : start + at_once]
+            begin, num_rows = (first + start) * rows, target.shape[0] * rows
+            part = slice(begin, begin + num_rows)
+            numbers = self.unpack(codes.codes, num_rows * n * inner, begin * n * inner).view(num_rows, n, inner)
+            target.copy_(dequantise(numbers, codes.scale[part], codes.minimum[part]).view(target.shape))
 
     def _check(self, kv: KV) -> None:
         if kv.position is not None:

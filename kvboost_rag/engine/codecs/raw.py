@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import ClassVar
 
 import torch
@@ -20,8 +21,8 @@ class RawCodec(Codec):
     def encode(self, kv: KV) -> KV:
         return kv
 
-    def decode(self, packed: KV) -> KV:
-        return packed
+    def decode(self, packed: KV, first: int = 0, last: int | None = None) -> KV:
+        return replace(packed, keys=packed.keys[first:last], values=packed.values[first:last])
 
     def dump(self, packed: KV) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
         position = "" if packed.position is None else str(packed.position)
