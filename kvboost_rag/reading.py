@@ -38,7 +38,7 @@ class Reading(Facade):
         header: Header = None,
         progress: bool = True,
         pinned: bool = False,
-        chunking: str = "document",
+        chunking: str | None = "document",
         first: bool = False,
     ) -> WarmReport:
         """Read documents once, so that prompts find them already read (the paper's ``warm``).
@@ -53,7 +53,7 @@ class Reading(Facade):
         ``chunking``: how each text is kept. ``"document"``: whole, however long (past ``max_document_tokens`` in parts,
         which are one document all the same); ``"semantic"``: in parts of at most ``chunk_size`` tokens, cut at ends of
         paragraphs and sentences; ``"fixed"``: for a system prompt, cut every ``chunk_size`` tokens and read where a
-        system message stands, without a primer: exact in every prompt that begins with it.
+        system message stands, without a primer: exact in every prompt that begins with it; None: as it was kept before.
 
         Raises TypeError on a document that is no string, OptionError, PromptTooLongError; all before any work.
         Warns with BudgetWarning, also before any work, if not everything will fit.
