@@ -7,8 +7,10 @@ evicted and reused on its own.
 
 from __future__ import annotations
 
+import re
 import threading
 from functools import lru_cache
+from itertools import pairwise
 
 from kvboost_rag.boundaries import EncodeWithOffsets, offsets_of, semantic
 from kvboost_rag.engine.types import Segment
@@ -17,13 +19,28 @@ from kvboost_rag.tokens import Tokens
 
 NUM_REMEMBERED = 1024  # documents
 CHUNKINGS = ("document", "semantic", "fixed")
+_AT = re.compile(r"at:\d+(,\d+)*")
 
 
 def check_chunking(chunking: str) -> str:
-    """Raises OptionError for a name that is not one of CHUNKINGS."""
-    if chunking not in CHUNKINGS:
-        raise OptionError.bad_value("chunking", chunking, f"one of {', '.join(map(repr, CHUNKINGS))}")
+    """Raises OptionError for a name that is not one of CHUNKINGS, nor ``at:`` and numbers of characters."""
+    if not is_chunking(chunking):
+        choices = f"one of {', '.join(map(repr, CHUNKINGS))}, or 'at:' and numbers of characters"
+        raise OptionError.bad_value("chunking", chunking, choices)
     return chunking
+
+
+def is_chunking(chunking: object) -> bool:
+    return isinstance(chunking, str) and (chunking in CHUNKINGS or bool(_AT.fullmatch(chunking)))
+
+
+def pieces_at(text: str, chunking: str) -> list[str]:
+    """``text`` cut behind the characters that ``at:...`` names; whole for another chunking."""
+    if not chunking.startswith("at:"):
+        return [text]
+    cuts = sorted({int(at) for at in chunking[3:].split(",")} - {0})
+    bounds = [0, *(at for at in cuts if at < len(text)), len(text)]
+    return [text[start:end] for start, end in pairwise(bounds)]
 
 
 class DocumentCutter:
@@ -32,6 +49,8 @@ class DocumentCutter:
     ``"document"``: one chunk; where a text has more than ``max_document_tokens``, as ``"semantic"`` with that size.
     ``"semantic"``: at paragraph ends, then sentence ends, parts of at most ``chunk_size`` tokens.
     ``"fixed"``: every ``chunk_size`` tokens; for texts whose beginnings come back while their ends change.
+    ``"at:35"``: behind these characters, for texts made of parts that are found on their own too (the metadata lines of
+    a node and its text); each part as in ``"document"``.
     """
 
     def __init__(self, tokens: Tokens, chunk_size: int = 128, max_document_tokens: int = 2048):
@@ -63,15 +82,17 @@ class DocumentCutter:
         return self._remembered(text, self.chunking_of(text))
 
     def _cut(self, text: str, chunking: str) -> tuple[Segment, ...]:
-        ids = self._tokens.encode(text)
-        size = self._max_document_tokens if chunking == "document" else self._chunk_size
-        if len(ids) <= size:
-            parts = [ids] if ids else []
-        elif chunking == "fixed":
-            parts = [ids[at : at + size] for at in range(0, len(ids), size)]
-        else:
-            parts = [self._tokens.encode(text[start:end]) for start, end in semantic(text, self._encode(), size)]
+        parts = [part for piece in pieces_at(text, chunking) for part in self._parts(piece, chunking)]
         return tuple(Segment(part, document=True, part=number) for number, part in enumerate(parts))
+
+    def _parts(self, text: str, chunking: str) -> list[tuple[int, ...]]:
+        ids = self._tokens.encode(text)
+        size = self._chunk_size if chunking in ("semantic", "fixed") else self._max_document_tokens
+        if len(ids) <= size:
+            return [ids] if ids else []
+        if chunking == "fixed":
+            return [ids[at : at + size] for at in range(0, len(ids), size)]
+        return [self._tokens.encode(text[start:end]) for start, end in semantic(text, self._encode(), size)]
 
     def _encode(self) -> EncodeWithOffsets:
         if self._offsets is None:  # a private tokenizer more, only where a long text comes

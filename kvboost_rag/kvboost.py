@@ -7,7 +7,6 @@ nothing of frameworks.
 from __future__ import annotations
 
 import os
-import uuid
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
@@ -61,7 +60,6 @@ class KVBoost(Reading, Asking):
         self._many = Many(self.engine, self.tokens, self._segmenter, self.generate)
         self._warmer = Warmer(self.engine, self.tokens, self._cutter)
         self._promoter = ThreadPoolExecutor(1, "kvboost-promoter")
-        self.store_id = uuid.uuid4().hex  # of this store's contents; a new store is a new id
 
     @property
     def name(self) -> str:

@@ -38,7 +38,7 @@ class Reading(Facade):
         header: Header = None,
         progress: bool = True,
         pinned: bool = False,
-        chunking: str | None = "document",
+        chunking: str | Sequence[str] | None = "document",
         first: bool = False,
     ) -> WarmReport:
         """Read documents once, so that prompts find them already read (the paper's ``warm``).
@@ -54,6 +54,7 @@ class Reading(Facade):
         which are one document all the same); ``"semantic"``: in parts of at most ``chunk_size`` tokens, cut at ends of
         paragraphs and sentences; ``"fixed"``: for a system prompt, cut every ``chunk_size`` tokens and read where a
         system message stands, without a primer: exact in every prompt that begins with it; None: as it was kept before.
+        A list has one for each text.
 
         Raises TypeError on a document that is no string, OptionError, PromptTooLongError; all before any work.
         Warns with BudgetWarning, also before any work, if not everything will fit.
@@ -158,6 +159,12 @@ class Reading(Facade):
         self._segmenter.index.clear()
         self._warmer.clear()
         self._cutter.clear()
+
+    @property
+    def store_id(self) -> str:
+        """A name for what is kept here by this model: a new store, or a cleared one, has another; a reopened
+        ``cache_dir`` the same."""
+        return f"{self.engine.model.fingerprint().hex()[:16]}-{self.engine.store.identity}"
 
     def stats(self) -> StoreStats:
         return self.engine.store.stats()

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from kvboost_rag.detect import DocumentIndex
-from kvboost_rag.documents import CHUNKINGS, DocumentCutter
+from kvboost_rag.documents import DocumentCutter, is_chunking, pieces_at
 from kvboost_rag.engine.store import WarmText
 from kvboost_rag.engine.types import Segment
 from kvboost_rag.prompt import ChatFormat, Piece, Prompt, completion
@@ -40,18 +40,22 @@ class Segmenter:
         self.index = DocumentIndex()
 
     def file(self, text: str, num_tokens: int) -> None:
-        """From now on find ``text`` in prompts, if it is long enough to be told from chance."""
-        if num_tokens >= MIN_DETECTED_TOKENS or len(text) > CERTAINLY_LONG:
-            self.index.add(text)
+        """From now on find ``text`` in prompts, if it is long enough to be told from chance; and the pieces it was
+        made of."""
+        pieces = pieces_at(text, self._cutter.chunking_of(text))
+        found = [p for p in pieces if len(pieces) > 1 and len(self._tokens.encode(p)) >= MIN_DETECTED_TOKENS]
+        if found or num_tokens >= MIN_DETECTED_TOKENS or len(text) > CERTAINLY_LONG:
+            for each in (text, *found):
+                self.index.add(each)
 
     def recall(self) -> None:
         """File what was warm from the start, the first time this is called."""
         with self._once:
             texts, self._texts = self._texts, tuple
             for known in texts():
-                self.file(known.text, known.num_tokens)
-                if known.chunking in CHUNKINGS:
+                if is_chunking(known.chunking):
                     self._cutter.note(known.text, known.chunking)
+                self.file(known.text, known.num_tokens)
 
     def as_prompt(self, prompt: PromptLike) -> Prompt:
         """A string is a raw completion, a list of chat messages is templated. Raises TypeError on anything else."""

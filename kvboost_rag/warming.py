@@ -23,7 +23,7 @@ from importlib import resources
 
 from tqdm.auto import tqdm
 
-from kvboost_rag.documents import DocumentCutter
+from kvboost_rag.documents import DocumentCutter, check_chunking
 from kvboost_rag.engine.chunking import chunk_prompt, overlapped
 from kvboost_rag.engine.engine import Engine
 from kvboost_rag.engine.store import Put
@@ -83,16 +83,23 @@ class Warmer:
         self._recent: deque[Document] = deque(maxlen=NUM_RECENT)  # the last one first
         self._related: RelatedIndex[str] = RelatedIndex()
 
-    def documents(self, texts: Iterable[str], chunking: str | None = None) -> list[Document]:
-        """One per distinct text, blank ones left out; cut by ``chunking``, or as they were cut before.
+    def documents(self, texts: Sequence[str], chunking: str | Sequence[str] | None = None) -> list[Document]:
+        """One per distinct text, blank ones left out; cut by ``chunking``, one for all or one for each, or as they were
+        cut before.
 
-        Raises OptionError.
+        Raises OptionError, before anything is noted.
         """
+        each = [chunking] * len(texts) if chunking is None or isinstance(chunking, str) else list(chunking)
+        if len(each) != len(texts):
+            raise OptionError.bad_value("chunking", chunking, f"one name, or one for each of the {len(texts)} texts")
+        for name in each:
+            if name is not None:
+                check_chunking(name)
         found: dict[str, Document] = {}
-        for text in texts:
+        for text, name in zip(texts, each, strict=True):
             if text and text not in found:
-                if chunking is not None:
-                    self._cutter.note(text, chunking)
+                if name is not None:
+                    self._cutter.note(text, name)
                 found[text] = self._document(text)
         return list(found.values())
 

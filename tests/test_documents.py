@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -176,3 +177,56 @@ def test_wrong_values_are_named(options: dict[str, object], call: dict[str, obje
     (name,) = {**options, **call}
     with pytest.raises(OptionError, match=name), opened(**options) as boost:
         boost.warm(LONG, **call)
+
+
+def test_a_text_made_of_pieces_is_found_as_a_whole_and_in_pieces(tmp_path: Path) -> None:
+    """The metadata lines of a node and its text: whoever has read the text alone finds it, and the other way round."""
+    text = document(5)
+    node = f"file: somewhere.md\npage: 4\n\n{text}"
+    chunking = f"at:{len(node) - len(text)}"
+    with ExitStack() as stack:
+        boost = stack.enter_context(opened(cache_dir=tmp_path))
+        boost.warm([node, document(6)], chunking=[chunking, "document"], progress=False)
+        reopened = stack.enter_context(opened(cache_dir=tmp_path))
+        for again in (boost, reopened):
+            assert again.is_warm(node)
+            assert again.is_warm(text)
+            for asked in (f"Read: {node} Now?", f"Read: {text} Now?", f"Read: page: 5\n\n{text} Now?"):
+                report = again.prefill(asked, repair="none").report
+                assert [d.fidelity for d in report.documents] == [Fidelity.APPROXIMATE]
+            assert again.prefill(f"Read: {node} Now?").report.documents[0].num_tokens > report.documents[0].num_tokens
+        boost.forget(node)
+        assert not boost.is_warm(text)
+    with opened() as boost:
+        boost.warm(text, progress=False)
+        assert boost.prefill(f"Read: {node} Now?").report.num_document_hits == 1
+        assert not boost.is_warm(node)
+
+
+@pytest.mark.parametrize("chunking", ["at:", "at:x", "at:-3", ["document"], ["document", "nowhere"]])
+def test_wrong_chunkings_change_nothing(chunking: object) -> None:
+    with opened() as boost:
+        with pytest.raises(OptionError, match="chunking"):
+            boost.warm([LONG, document(7)], chunking=chunking)
+        assert boost.stats().num_entries == 0
+
+
+def test_a_store_has_a_name_that_lasts_as_long_as_its_contents(tmp_path: Path) -> None:
+    with opened() as first, opened() as second:
+        names = [first.store_id, second.store_id]
+        first.clear()
+        names.append(first.store_id)
+        assert len(set(names)) == 3
+        assert first.store_id == first.store_id
+    with opened(cache_dir=tmp_path) as first:
+        name = first.store_id
+        with opened(cache_dir=tmp_path) as second:
+            assert second.store_id == name
+    with (
+        opened(cache_dir=tmp_path) as third,
+        KVBoost(build_model(seed=1), build_tokenizer(), cache_dir=tmp_path) as other,
+    ):
+        assert third.store_id == name
+        assert other.store_id != name
+        third.clear()
+        assert third.store_id != name

@@ -87,6 +87,11 @@ class Store(ABC):
 
     tier: ClassVar[str]
 
+    @property
+    def identity(self) -> str:
+        """A name for what is kept here: another store has another, and so has this one after it was cleared."""
+        return ""
+
     @abstractmethod
     def find(self, keys: ChunkKeys, ids: npt.NDArray[np.int64]) -> tuple[Entry, Fidelity] | None:
         """The lookup cascade of the paper's section 4.2.1: prefix hash, then content hash.

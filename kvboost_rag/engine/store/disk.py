@@ -17,6 +17,7 @@ import secrets
 import shutil
 import threading
 import time
+import uuid
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
@@ -32,6 +33,8 @@ from kvboost_rag.engine.store.entryfile import BrokenFileError, FileName
 from kvboost_rag.engine.store.folder import TEMPORARY, Folder
 from kvboost_rag.engine.types import ChunkKeys, Fidelity
 from kvboost_rag.errors import CacheWarning, OptionError
+
+IDENTITY = "store-id"  # the file that names a folder's contents
 
 
 @dataclass(frozen=True)
@@ -64,6 +67,7 @@ class DiskStore:
         self._known: set[bytes] = set()  # contents this store wrote or read: what clear() may delete
         self._num_hits = self._num_mismatches = 0
         self._write_failed = False
+        self._identity = uuid.uuid4().hex  # until the folder says another
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -71,6 +75,16 @@ class DiskStore:
         self._folder.delete_abandoned()
         self._folder.refresh()
         self._folder.trim()
+
+    @property
+    def identity(self) -> str:
+        """A name for what the folder holds, kept in it: the same for all who open it, until it is cleared."""
+        path = self.path / IDENTITY
+        with suppress(FileExistsError, OSError), path.open("x", encoding="ascii") as file:
+            file.write(self._identity)
+        with suppress(OSError, UnicodeDecodeError):
+            return path.read_text(encoding="ascii") or self._identity
+        return self._identity
 
     # Reading
 
@@ -243,6 +257,9 @@ class DiskStore:
     def clear(self) -> None:
         """Delete every file of a content that this store wrote, read or peeked at since it was opened; no other,
         unless the folder is its own."""
+        with self._lock, suppress(OSError):
+            self._identity = uuid.uuid4().hex
+            (self.path / IDENTITY).unlink()
         with self._lock:
             known, self._known = self._known, set()
             if self.own:

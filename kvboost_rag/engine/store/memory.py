@@ -9,6 +9,7 @@ give way to them down to that share. So traffic cannot flush the corpus, and a f
 from __future__ import annotations
 
 import threading
+import uuid
 from collections import OrderedDict
 from collections.abc import Iterator
 from typing import ClassVar
@@ -48,6 +49,11 @@ class MemoryStore(Store):
         self._recency: OrderedDict[int, Entry] = OrderedDict()  # id(entry) -> entry, oldest use first
         self._used = {True: 0, False: 0}  # bytes by `warmed`
         self._num_hits = self._num_misses = self._num_mismatches = 0
+        self._identity = uuid.uuid4().hex
+
+    @property
+    def identity(self) -> str:
+        return self._identity
 
     def find(self, keys: ChunkKeys, ids: npt.NDArray[np.int64]) -> tuple[Entry, Fidelity] | None:
         with self._lock:
@@ -178,6 +184,7 @@ class MemoryStore(Store):
 
     def clear(self) -> None:
         with self._lock:
+            self._identity = uuid.uuid4().hex
             for entry in list(self._recency.values()):
                 self._drop(entry)
 

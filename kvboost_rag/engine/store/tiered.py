@@ -44,6 +44,10 @@ class TieredStore(Store):
         self._unsaved: WeakValueDictionary[bytes, Entry] = WeakValueDictionary()  # exact by-products by prefix
         self._num_misses = 0
 
+    @property
+    def identity(self) -> str:
+        return self.disk.identity
+
     def find(self, keys: ChunkKeys, ids: npt.NDArray[np.int64]) -> tuple[Entry, Fidelity] | None:
         """Memory, behind the prefix and then by content; then the disk in the same way (paper, section 4.2.1)."""
         hit = self.memory.find(keys, ids)
