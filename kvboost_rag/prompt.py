@@ -108,7 +108,7 @@ class ChatFormat:
         self.has_template = bool(getattr(tokenizer, "chat_template", None))
 
     def render(self, messages: Sequence[Mapping[str, Any]]) -> Prompt:
-        """The prompt of a chat, ready for the assistant's turn.
+        """The prompt of a chat, ready for the assistant's turn, or in the middle of it if that message comes last.
 
         ``messages``: mappings with ``role`` and ``content``, a string or a sequence of Pieces (or of content blocks
         ``{"type": "text", "text": ...}``). Neighbours of the same role are joined; a system message the template
@@ -145,7 +145,8 @@ class ChatFormat:
             content = _as_rendered(turns[index][1], texts[index], rendered, place, place + len(mark), alone)
             pieces += [Piece(rendered[at:place], "template"), *content]
             at = place + len(mark)
-        pieces.append(Piece(rendered[at:], "template"))
+        if roles[-1] != "assistant":  # else the turn stays open: the model goes on with what it is said to have begun
+            pieces.append(Piece(rendered[at:], "template"))
         return Prompt(tuple(piece for piece in pieces if piece.text))
 
     def _apply(self, roles: Sequence[str], contents: Sequence[str]) -> str:
@@ -255,5 +256,8 @@ def _plain_chat(turns: list[Turn]) -> Prompt:
     for role, content in turns:
         label = "" if role == "system" else f"{role.capitalize()}: "
         pieces += [Piece(label), *content, Piece(SEPARATOR)]
-    pieces.append(Piece("Assistant:"))
+    if turns[-1][0] == "assistant":
+        pieces.pop()  # the turn stays open
+    else:
+        pieces.append(Piece("Assistant:"))
     return Prompt(tuple(piece for piece in pieces if piece.text), opening=True)

@@ -29,6 +29,7 @@ class Reading(Facade):
 
     def estimate(self, texts: str | Iterable[str]) -> Estimate:
         """Tokens and bytes that warming ``texts`` would take, and how many fit the budget. Does no work."""
+        self._segmenter.recall()
         return self._warmer.estimate(self._warmer.documents(check_texts(texts)))
 
     def warm(
@@ -38,7 +39,7 @@ class Reading(Facade):
         header: Header = None,
         progress: bool = True,
         pinned: bool = False,
-        chunking: str | Sequence[str] | None = "document",
+        chunking: str | Sequence[str] | None = None,
         first: bool = False,
     ) -> WarmReport:
         """Read documents once, so that prompts find them already read (the paper's ``warm``).
@@ -50,16 +51,17 @@ class Reading(Facade):
         behind that header: it is exact when the document comes first in a prompt.
         ``pinned`` documents are never evicted. Documents already warm are left as they are.
 
-        ``chunking``: how each text is kept. ``"document"``: whole, however long (past ``max_document_tokens`` in parts,
-        which are one document all the same); ``"semantic"``: in parts of at most ``chunk_size`` tokens, cut at ends of
-        paragraphs and sentences; ``"fixed"``: for a system prompt, cut every ``chunk_size`` tokens and read where a
-        system message stands, without a primer: exact in every prompt that begins with it; None: as it was kept before.
-        A list has one for each text.
+        ``chunking``: how each text is kept; a list has one for each. If not given, as it was kept before, else
+        ``"document"``: whole, however long (past ``max_document_tokens`` in parts, which are one document all the
+        same). ``"semantic"``: in parts of at most ``chunk_size`` tokens, cut at ends of paragraphs and sentences.
+        ``"fixed"``: for a system prompt, cut every ``chunk_size`` tokens and read where a system message stands, without
+        a primer: exact in every prompt that begins with it.
 
         Raises TypeError on a document that is no string, OptionError, PromptTooLongError; all before any work.
         Warns with BudgetWarning, also before any work, if not everything will fit.
         """
         self._check_open()
+        self._segmenter.recall()
         if chunking == "fixed":
             plan = WarmPlan(self._beginning(), None if primer == "auto" else primer, pinned, first)
         else:
@@ -119,6 +121,7 @@ class Reading(Facade):
     def prefetch(self, texts: str | Iterable[str]) -> Future[int]:
         """Start bringing documents from disk to memory, in the background. The result is how many came from there."""
         self._check_open()
+        self._segmenter.recall()
         parts = [self._cutter.cut(text) for text in check_texts(texts) if text]
         return self._promoter.submit(lambda: sum(self.engine.promote(each) for each in parts))
 
@@ -126,6 +129,7 @@ class Reading(Facade):
         """Indices of ``documents`` in an order that begins with those whose exact KV is kept: one that has a version
         straight behind ``header`` comes first, then one kept behind that one, and so on. The rest stays in order.
         """
+        self._segmenter.recall()
         context, left = self._opening(header), list(range(len(documents)))
         chosen: list[int] = []
         separator = self._segmenter.segments(Prompt((Piece(SEPARATOR),)), detect=False)

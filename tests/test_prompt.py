@@ -343,3 +343,11 @@ def test_a_document_is_the_same_piece_wherever_it_stands(chat_format: ChatFormat
 def test_a_completion_is_the_trusted_string_as_it_is():
     assert completion(" Once <s> upon\n") == Prompt((Piece(" Once <s> upon\n", "template"),), opening=True)
     assert completion("") == Prompt((), opening=True)
+
+
+def test_an_assistants_last_message_is_gone_on_with():
+    messages = chat(("user", "Hi"), ("assistant", "It was"))
+    for chat_template in (template(), None):
+        prompt = ChatFormat(build_tokenizer(chat_template=chat_template)).render(messages)
+        assert prompt.text.endswith("It was")
+        assert "Hi" in prompt.text

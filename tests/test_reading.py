@@ -145,3 +145,18 @@ def test_prefetching_what_is_gone_or_in_memory_only_harms_nothing(tmp_path: Path
         assert second.prefill(TEXTS[0]).report.num_document_hits == 0
     with pytest.raises(ClosedEngineError):
         second.prefetch(TEXTS)
+
+
+def test_how_a_text_was_cut_is_known_to_all_that_read_it_again(tmp_path: Path) -> None:
+    for ask in (
+        lambda boost: boost.prefetch(TEXTS[0]).result(60) == 1,
+        lambda boost: boost.order(TEXTS[1::-1], header=SYSTEM) == [1, 0],
+        lambda boost: boost.warm(TEXTS[0], progress=False).num_already_warm == 1,
+        lambda boost: boost.estimate(TEXTS[0]).num_documents == 1 and boost.is_warm(TEXTS[0]),
+    ):
+        folder = tmp_path / str(len(list(tmp_path.iterdir())))
+        with opened(cache_dir=folder, chunk_size=40) as first:
+            first.warm(TEXTS[0], chunking="semantic", header=SYSTEM, first=True, progress=False)
+        with opened(cache_dir=folder, chunk_size=40) as second:
+            assert ask(second)
+            assert second.stats().num_warmed <= second.stats().num_disk_warmed

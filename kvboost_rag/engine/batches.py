@@ -58,10 +58,12 @@ def prefill_batch(engine: Engine, prompts: Sequence[Prompt], repair: Repair, roo
     lengths, and ``can_share``."""
     started = time.perf_counter()
     rows = _lookup(engine, prompts)
-    num_shared = common_prefix(rows)
+    num_shared, num_fresh = common_prefix(rows), 0
     if any(p.entry is None for p in rows[0].placements if p.chunk.end <= num_shared):
         # what all would compute is computed once, and kept if it is worth keeping
-        engine.keep(engine.prefill(_front(prompts[0], num_shared), repair))
+        front = engine.prefill(_front(prompts[0], num_shared), repair)
+        engine.keep(front)
+        num_fresh = front.report.num_stored_tokens
         rows = _lookup(engine, prompts)
         num_shared = common_prefix(rows)
     longest = max(row.num_tokens for row in rows)
@@ -83,6 +85,11 @@ def prefill_batch(engine: Engine, prompts: Sequence[Prompt], repair: Repair, roo
     for number, (assembled, report) in enumerate(zip(rows, reports, strict=True)):
         copy_out = partial(_copy_out, cache, places, number)
         report.num_stored_tokens = engine.keeper.by_products(assembled, copy_out, first=num_shared)
+    first = reports[0]  # the front was computed for it; the others have read it
+    num_fresh = min(num_fresh, first.num_exact_tokens)
+    first.num_exact_tokens -= num_fresh
+    first.num_live_tokens += num_fresh
+    first.num_stored_tokens += num_fresh
     for report in reports:
         report.seconds["prefill"] = time.perf_counter() - started
     return PrefilledBatch([row.ids for row in parts], logits, reports, num_shared, cache, plan)
