@@ -6,7 +6,7 @@ Knows LangChain's ways with options; knows nothing of messages or prompts.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from pydantic import BaseModel, Field, PrivateAttr, model_validator
@@ -16,17 +16,18 @@ from kvboost_rag.errors import OptionError
 
 SAMPLING = ("temperature", "top_p", "top_k", "seed", "repetition_penalty")
 REUSE = ("repair", "recompute_ratio", "quality", "mode", "auto_detect")
-CALL = (*SAMPLING, *REUSE, "max_new_tokens", "max_tokens", "do_sample", "stop")
+CALL = (*SAMPLING, *REUSE, "max_new_tokens", "max_tokens", "do_sample")
 # Fields that LangChain's own tests and tools pass to any model; they mean nothing for a local one.
 REMOTE = ("api_key", "base_url", "timeout", "max_retries")
 
 
 class OverEngine(BaseModel):
     """``engine``: a ``kvboost_rag.KVBoost``, or an object that has one, shared with retrievers, vector stores and other
-    models; or ``model``: a hub name or folder, loaded with ``engine_kwargs`` on construction. Options left at None are
-    the engine's own. ``max_new_tokens`` is another name of ``max_tokens``.
+    models (``model`` is then the name it goes by); or ``model``: a hub name or folder, loaded with ``engine_kwargs``
+    on construction. Options left at None are the engine's own. ``max_new_tokens`` is another name of ``max_tokens``.
 
-    Raises OptionError; warns, by name, of constructor options that nothing takes.
+    Raises pydantic's ValidationError, a ValueError, which names the option, before a model is loaded; warns, by name,
+    of constructor options that nothing takes.
     """
 
     engine: Any = Field(default=None, exclude=True, repr=False)
@@ -46,26 +47,32 @@ class OverEngine(BaseModel):
     auto_detect: bool | None = None
     _warned: set[str] = PrivateAttr(default_factory=set)
 
+    def model_post_init(self, context: Any, /) -> None:
+        super().model_post_init(context)  # LangChain's: private attributes would hide it
+
     @model_validator(mode="before")
     @classmethod
     def _names(cls, values: Any) -> Any:
         if not isinstance(values, dict):
             return values
         values = dict(values)
+        _one_limit(values)
         for other, name in (("max_new_tokens", "max_tokens"), ("model_name", "model"), ("model_id", "model")):
-            if values.get(other) is not None and values.get(name) is None:
-                values[name] = values[other]
-            values.pop(other, None)
+            given = values.pop(other, None)
+            if given is not None and values.get(name) is None:
+                values[name] = given
         known = {*cls.model_fields, *(field.alias for field in cls.model_fields.values()), *REMOTE}
-        for name in values.keys() - known:
+        for name in sorted(values.keys() - known):
             _warn(cls.__name__, name, sorted(cls.model_fields))
         return values
 
     @model_validator(mode="after")
     def _load(self) -> Any:
         from kvboost_rag.kvboost import KVBoost
+        from kvboost_rag.options import ReuseOptions, call_options
         from kvboost_rag.owner import engine_of
 
+        call_options(self._options(None, {}), ReuseOptions(), type(self).__name__)  # before a model is loaded
         if self.engine is None:
             if not self.model:
                 raise OptionError(f"{type(self).__name__} needs engine= (a KVBoost) or model= (a hub name or folder)")
@@ -83,16 +90,23 @@ class OverEngine(BaseModel):
 
     @property
     def _identifying_params(self) -> dict[str, Any]:
-        options = {name: getattr(self, name) for name in (*SAMPLING, *REUSE, "max_tokens", "stop")}
+        """What the text depends on, as plain data: LangChain's caches file answers under it."""
+        options = {name: getattr(self, name) for name in (*SAMPLING, *REUSE, "max_tokens")}
         if not isinstance(self.repair, str | None):
-            options["repair"] = repr(self.repair)  # a strategy object; what identifies must be plain data
-        return {"model": self.model, **options}
+            options["repair"] = repr(self.repair)  # a strategy object
+        return {
+            "model": self.model,
+            "fingerprint": self.engine.engine.model.fingerprint().hex()[:16],  # other weights may have the same name
+            "stop_strings": _listed(self.stop),  # LangChain overwrites "stop" with the call's
+            **options,
+        }
 
     def get_token_ids(self, text: str) -> list[int]:
-        """By the model's own tokenizer, special-token strings as text."""
-        return list(self.engine.tokens.encode(text))
+        """By ``custom_get_token_ids`` if that is set, else the model's own tokenizer, special-token strings as text."""
+        custom = getattr(self, "custom_get_token_ids", None)
+        return list(self.engine.tokens.encode(text)) if custom is None else custom(text)
 
-    def _options(self, stop: Sequence[str] | None, kwargs: dict[str, Any]) -> dict[str, Any]:
+    def _options(self, stop: Sequence[str] | None, kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """The engine's options of one call: this model's fields, overridden by the call's."""
         call = {name: value for name, value in kwargs.items() if name in CALL and value is not None}
         for name in kwargs:
@@ -106,13 +120,16 @@ class OverEngine(BaseModel):
             options.pop("repair", None)
         if call.keys() & {"repair", "quality"}:
             options.pop("recompute_ratio", None)  # a ratio belongs to the strategy it was given with
-        limit = call.pop("max_tokens", None)
-        options["max_new_tokens"] = call.pop("max_new_tokens", self.max_tokens if limit is None else limit)
+        _one_limit(call)
+        limit = call.pop("max_tokens", self.max_tokens)
+        options["max_new_tokens"] = call.pop("max_new_tokens", limit)
         sample = call.pop("do_sample", None)
-        stops = [*_listed(self.stop), *_listed(call.pop("stop", None)), *_listed(stop)]
+        if sample is not None and not isinstance(sample, bool):
+            raise OptionError.bad_value("do_sample", sample, "True or False")
         options |= call
         if sample is not None:
             options["temperature"] = (options["temperature"] or 1.0) if sample else 0.0
+        stops = [*_listed(self.stop), *_listed(stop)]
         if stops:
             options["stop"] = list(dict.fromkeys(stops))
         return options
@@ -121,11 +138,24 @@ class OverEngine(BaseModel):
         return {"model_name": self.model, "finish_reason": result.finish_reason, "kvboost": result.report.to_dict()}
 
 
-def _listed(stop: Sequence[str] | str | None) -> list[str]:
-    return [stop] if isinstance(stop, str) else list(stop or ())
+def _one_limit(options: Mapping[str, Any]) -> None:
+    """Raises OptionError if both names of the limit are given and differ."""
+    one, other = options.get("max_tokens"), options.get("max_new_tokens")
+    if one is not None and other is not None and one != other:
+        raise OptionError(f"max_tokens={one!r} and max_new_tokens={other!r} are the same option; give one of them")
 
 
-def _warn(owner: str, name: str, known: Sequence[str]) -> None:
+def _listed(stop: Any) -> list[str]:
+    """Raises OptionError if ``stop`` holds anything but strings."""
+    listed = [stop] if isinstance(stop, str) else stop
+    if listed is None:
+        return []
+    if not isinstance(listed, list | tuple) or not all(isinstance(each, str) for each in listed):
+        raise OptionError.bad_value("stop", stop, "a string or a list of strings, none of them empty")
+    return list(listed)
+
+
+def _warn(owner: str, name: str, known: Collection[str]) -> None:
     warnings.warn(
         f"{owner} ignores the unknown option {name!r}; it takes: {', '.join(known)}", UserWarning, stacklevel=4
     )

@@ -6,7 +6,8 @@ that were warmed are found in the messages wherever they stand, so every way of 
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator, Sequence
+import contextlib
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from typing import Any
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
@@ -14,11 +15,17 @@ from langchain_core.language_models import BaseChatModel
 from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage, ChatMessage
 from langchain_core.messages.ai import InputTokenDetails, UsageMetadata
 from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
+from pydantic import model_validator
 
 from kvboost_rag.errors import OptionError
 from langchain_kvboost.base import OverEngine
 
 _ROLES = {"system": "system", "human": "user", "ai": "assistant"}
+_ROUTING = ("stream", "disable_streaming", "tools")  # call options that LangChain itself reads and hands on
+_NO_TOOLS = (
+    "ChatKVBoost does not call tools. For RAG retrieve first: put the documents into the messages, or use "
+    "create_kvboost_rag_chain, or create_agent(model, tools=[], middleware=[KVBoostRAGMiddleware(...)])"
+)
 
 
 class ChatKVBoost(OverEngine, BaseChatModel):
@@ -35,10 +42,19 @@ class ChatKVBoost(OverEngine, BaseChatModel):
 
     streaming: bool = False
 
-    def _resolve_model_profile(self) -> Any:
-        from kvboost_rag.owner import engine_of
+    @model_validator(mode="after")
+    def _set_kvboost_profile(self) -> Any:
+        if self.profile is None:  # the base class asks before the model is loaded
+            self.profile = self._resolve_model_profile()
+        return self
 
-        tokens = engine_of(self.engine).context_tokens
+    def _resolve_model_profile(self) -> Any:
+        """What the model's own configuration says; None while there is no engine yet."""
+        from kvboost_rag.kvboost import KVBoost
+
+        if not isinstance(self.engine, KVBoost):
+            return None
+        tokens = self.engine.context_tokens
         return {
             "name": self.model or self.engine.name,
             "max_input_tokens": tokens,
@@ -46,6 +62,7 @@ class ChatKVBoost(OverEngine, BaseChatModel):
             "text_inputs": True,
             "text_outputs": True,
             "image_inputs": False,
+            "pdf_inputs": False,
             "audio_inputs": False,
             "video_inputs": False,
             "tool_calling": False,
@@ -115,11 +132,21 @@ class ChatKVBoost(OverEngine, BaseChatModel):
         message = AIMessageChunk(content="", chunk_position="last", usage_metadata=_usage(result.report))
         return ChatGenerationChunk(message=message, generation_info=self._metadata(result))
 
+    def _options(self, stop: Sequence[str] | None, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        if kwargs.get("tools"):  # bound by hand: never dropped in silence
+            raise NotImplementedError(_NO_TOOLS)
+        return super()._options(stop, {name: value for name, value in kwargs.items() if name not in _ROUTING})
+
+    def get_num_tokens_from_messages(self, messages: Sequence[BaseMessage], tools: Any = None) -> int:
+        """Tokens of the prompt that ``messages`` make, the template's own included; where the model could not be asked
+        with them (a history cut in the middle), the sum of their texts."""
+        if self.custom_get_token_ids is None:
+            with contextlib.suppress(OptionError):
+                return self.engine.count_tokens(to_engine(messages))
+        return super().get_num_tokens_from_messages(list(messages), tools)
+
     def bind_tools(self, tools: Any, **kwargs: Any) -> Any:
-        raise NotImplementedError(
-            "ChatKVBoost does not call tools. For RAG retrieve first: put the documents into the messages, or use "
-            "create_kvboost_rag_chain, or create_agent(model, tools=[], middleware=[KVBoostRAGMiddleware(...)])"
-        )
+        raise NotImplementedError(_NO_TOOLS)
 
     def with_structured_output(self, schema: Any = None, **kwargs: Any) -> Any:
         raise NotImplementedError(
@@ -135,7 +162,7 @@ def to_engine(messages: Sequence[BaseMessage]) -> list[dict[str, Any]]:
 
 def _role(message: BaseMessage) -> str:
     if isinstance(message, ChatMessage):
-        return message.role
+        return _ROLES.get(message.role, message.role)
     if message.type not in _ROLES:
         raise OptionError.bad_value("message type", message.type, "system, human or ai messages")
     return _ROLES[message.type]

@@ -13,6 +13,7 @@ from typing import Any
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
 from langchain_core.language_models.llms import BaseLLM
 from langchain_core.outputs import Generation, GenerationChunk, LLMResult
+from pydantic import Field
 
 from langchain_kvboost.base import OverEngine
 
@@ -24,7 +25,7 @@ class KVBoostLLM(OverEngine, BaseLLM):
     ``batch_size``: at most so many at a time. The prompt is never part of the text.
     """
 
-    batch_size: int = 8
+    batch_size: int = Field(default=8, ge=1)
 
     def _generate(
         self,
