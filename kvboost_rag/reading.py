@@ -54,8 +54,8 @@ class Reading(Facade):
         ``chunking``: how each text is kept; a list has one for each. If not given, as it was kept before, else
         ``"document"``: whole, however long (past ``max_document_tokens`` in parts, which are one document all the
         same). ``"semantic"``: in parts of at most ``chunk_size`` tokens, cut at ends of paragraphs and sentences.
-        ``"fixed"``: for a system prompt, cut every ``chunk_size`` tokens and read where a system message stands, without
-        a primer: exact in every prompt that begins with it.
+        ``"fixed"``: for a system prompt, cut every ``chunk_size`` tokens and read where a system message stands,
+        with no primer: exact in every prompt that begins with it.
 
         Raises TypeError on a document that is no string, OptionError, PromptTooLongError; all before any work.
         Warns with BudgetWarning, also before any work, if not everything will fit.
