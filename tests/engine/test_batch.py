@@ -113,7 +113,15 @@ def test_what_is_shared_lies_there_once() -> None:
 def test_a_header_nobody_has_seen_is_computed_once_and_kept() -> None:
     engine, prompts = warmed(), BATCHES["same documents, other questions"]
     batch, _, _ = together(engine, prompts, NoRepair())
-    assert all(report.num_exact_tokens >= len(HEADER.ids) for report in batch.reports)
+    first, *others = batch.reports
+    assert first.num_stored_tokens >= len(HEADER.ids)
+    assert (first.num_exact_tokens, first.num_live_tokens >= len(HEADER.ids)) == (0, True)
+    assert others
+    assert all(report.num_exact_tokens >= len(HEADER.ids) for report in others)
+    assert all(report.num_stored_tokens == 0 for report in others)
+    for report in batch.reports:
+        counted = report.num_exact_tokens + report.num_approximate_tokens
+        assert counted + report.num_repaired_tokens + report.num_live_tokens == report.num_prompt_tokens
 
 
 def test_a_row_that_ends_leaves_the_others_alone() -> None:
