@@ -8,6 +8,16 @@ except ImportError as error:
     raise MissingExtraError.of("llama-index-core", "llama-index") from error
 
 from llama_index.llms.kvboost.base import KVBoostLLM
-from llama_index.llms.kvboost.warming import KVBoostWarmTransform
+from llama_index.llms.kvboost.postprocessor import KVBoostNodePostprocessor
+from llama_index.llms.kvboost.synthesizer import KVBoostSynthesizer
+from llama_index.llms.kvboost.warming import KVBoostWarmTransform, evicting, forget_nodes, warm_nodes
 
-__all__ = ["KVBoostLLM", "KVBoostWarmTransform"]
+__all__ = [
+    "KVBoostLLM",
+    "KVBoostNodePostprocessor",
+    "KVBoostSynthesizer",
+    "KVBoostWarmTransform",
+    "evicting",
+    "forget_nodes",
+    "warm_nodes",
+]

@@ -1,0 +1,133 @@
+"""LlamaIndex's ways of asking, on real weights: every retrieved node hits, and what changed is read again."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import embed
+from llama_index.core import Document, Settings, VectorStoreIndex
+from llama_index.core.embeddings import BaseEmbedding
+from llama_index.core.ingestion import DocstoreStrategy, IngestionPipeline
+from llama_index.core.storage.docstore import SimpleDocumentStore
+from llama_index.core.vector_stores import SimpleVectorStore
+from llama_index.llms.kvboost import KVBoostLLM, KVBoostSynthesizer, KVBoostWarmTransform, evicting
+
+from kvboost_rag import KVBoost
+from kvboost_rag.engine.types import Report
+
+DATA = Path(__file__).parents[2] / "examples" / "data"
+TEXTS = [" ".join(p.read_text(encoding="utf-8").split()[:90]) for p in sorted((DATA / "passages").glob("*.md"))[:5]]
+QUESTIONS = [q["question"] for q in json.loads((DATA / "questions.json").read_text(encoding="utf-8"))[:2]]
+
+pytestmark = pytest.mark.real_model
+
+
+class Words(BaseEmbedding):
+    def _get_text_embedding(self, text: str) -> list[float]:
+        return embed(text)
+
+    def _get_query_embedding(self, query: str) -> list[float]:
+        return embed(query)
+
+    async def _aget_query_embedding(self, query: str) -> list[float]:
+        return embed(query)
+
+
+@pytest.fixture
+def boost(real_boost: KVBoost) -> Iterator[KVBoost]:
+    real_boost.clear()
+    before = Settings._tokenizer
+    Settings.tokenizer = lambda text: list(real_boost.tokens.encode(text))
+    yield real_boost
+    Settings._tokenizer = before
+
+
+@pytest.fixture
+def llm(boost: KVBoost) -> KVBoostLLM:
+    return KVBoostLLM(engine=boost, max_new_tokens=6)
+
+
+@pytest.fixture
+def reports(boost: KVBoost, monkeypatch: pytest.MonkeyPatch) -> list[Report]:
+    """The report of every prompt the engine runs."""
+    seen: list[Report] = []
+    prefill = boost.engine.prefill
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        result = prefill(*args, **kwargs)
+        seen.append(result.report)
+        return result
+
+    monkeypatch.setattr(boost.engine, "prefill", watched)
+    return seen
+
+
+@pytest.fixture
+def index(boost: KVBoost) -> VectorStoreIndex:
+    documents = [Document(text=text, doc_id=str(n), metadata={"page": n}) for n, text in enumerate(TEXTS)]
+    return VectorStoreIndex.from_documents(
+        documents, transformations=[KVBoostWarmTransform(boost)], embed_model=Words()
+    )
+
+
+def all_hit(reports: list[Report], num_nodes: int) -> bool:
+    found = [(report.num_document_hits, len(report.documents)) for report in reports]
+    reports.clear()
+    return bool(found) and all(each == (num_nodes, num_nodes) for each in found)
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["compact", "own synthesizer"])
+async def test_a_query_engine(index: VectorStoreIndex, llm: KVBoostLLM, reports: list[Report], own: bool) -> None:
+    def engine(streaming: bool = False) -> Any:
+        synthesizer = KVBoostSynthesizer(llm=llm, streaming=streaming) if own else None
+        return index.as_query_engine(llm=llm, similarity_top_k=4, streaming=streaming, response_synthesizer=synthesizer)
+
+    for question in QUESTIONS:
+        answer = str(engine().query(question))
+        assert all_hit(reports, 4)
+    assert str(await engine().aquery(question)) == answer
+    assert all_hit(reports, 4)
+    pieces = list(engine(streaming=True).query(question).response_gen)
+    assert "".join(pieces) == answer
+    assert len(pieces) > 1
+    assert all_hit(reports, 4)
+    streamed = await engine(streaming=True).aquery(question)
+    assert "".join([piece async for piece in streamed.async_response_gen()]) == answer
+    assert all_hit(reports, 4)
+
+
+@pytest.mark.parametrize("mode", ["context", "condense_plus_context"])
+def test_a_chat_engine(index: VectorStoreIndex, llm: KVBoostLLM, reports: list[Report], mode: str) -> None:
+    chat = index.as_chat_engine(chat_mode=mode, llm=llm, similarity_top_k=3)
+    for question in QUESTIONS:
+        chat.chat(question)
+        assert (reports[-1].num_document_hits, len(reports[-1].documents)) == (3, 3)
+
+
+def test_a_pipeline_run_twice_reads_what_changed_only(boost: KVBoost) -> None:
+    warm = KVBoostWarmTransform(boost)
+    pipeline = IngestionPipeline(
+        transformations=[Words(), warm],
+        docstore=SimpleDocumentStore(),
+        vector_store=SimpleVectorStore(),
+        docstore_strategy=DocstoreStrategy.UPSERTS,
+    )
+    documents = [Document(text=text, doc_id=str(n)) for n, text in enumerate(TEXTS[:3])]
+    assert len(pipeline.run(documents=documents)) == 3
+    documents[1] = Document(text=TEXTS[3], doc_id="1")
+    assert len(pipeline.run(documents=documents)) == 1
+    assert warm.report.num_warmed == 1
+    assert boost.is_warm(TEXTS[3])
+
+
+def test_a_refreshed_document_is_read_again_and_the_old_one_goes(index: VectorStoreIndex, boost: KVBoost) -> None:
+    documents = [Document(text=text, doc_id=str(n), metadata={"page": n}) for n, text in enumerate(TEXTS)]
+    documents[2] = Document(text="Entirely new: " + TEXTS[2][:300], doc_id="2", metadata={"page": 2})
+    with evicting(index, boost):
+        assert index.refresh_ref_docs(documents) == [False, False, True, False, False]
+    assert [boost.is_warm(text) for text in TEXTS] == [True, True, False, True, True]
+    assert boost.is_warm(documents[2].text)
