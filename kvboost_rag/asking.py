@@ -61,8 +61,9 @@ class Asking(Facade):
         """Answer ``prompt``: a string (raw completion), chat messages, or what ``prompt()`` built.
 
         Decoding: ``max_new_tokens`` (256), ``temperature`` (0, greedy), ``top_p``, ``top_k``, ``repetition_penalty``,
-        ``seed``, ``stop`` (a string or several; they end the text and never appear in it). Reuse: ``repair``,
-        ``recompute_ratio``, ``mode``, ``auto_detect``, as in ``from_pretrained``.
+        ``seed``, ``stop`` (a string or several; they end the text and never appear in it), ``stop_ids`` (tokens that
+        do, besides the model's own end tokens). Reuse: ``repair``, ``recompute_ratio``, ``quality``, ``mode``,
+        ``auto_detect``, as in ``from_pretrained``.
 
         Raises OptionError, PromptTooLongError (before any work, with the numbers), ValueError if the prompt is empty.
         """

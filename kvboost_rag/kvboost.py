@@ -110,6 +110,7 @@ class KVBoost(Reading, Asking):
                 dtype=dtype,
                 device_map=device_map,
                 need_model=model is None,
+                need_tokenizer=tokenizer is None,
                 **dict(model_kwargs or {}),
             )
             model, tokenizer = model or loaded.model, tokenizer or loaded.tokenizer

@@ -53,7 +53,7 @@ class Many:
     ) -> list[GenerationResult]:
         started = time.perf_counter()
         batch = prefill_batch(self.engine, segments, strategy, decoding.max_new_tokens)
-        assemblers = [TextAssembler(self.tokens.decode, decoding.stops) for _ in segments]
+        assemblers = [TextAssembler(self.tokens.decode, decoding.stops, decoding.stop_ids) for _ in segments]
         pieces: list[list[str]] = [[] for _ in segments]
 
         def on_tokens(row: int, new: list[int]) -> bool:

@@ -57,7 +57,7 @@ class Single:
         cancelled: Callable[[], bool],
         started: float,
     ) -> GenerationResult:
-        assembler = TextAssembler(self.tokens.decode, decoding.stops)
+        assembler = TextAssembler(self.tokens.decode, decoding.stops, decoding.stop_ids)
         pieces: list[str] = []
         report = prefilled.report
 

@@ -128,7 +128,7 @@ class OverEngine(BaseModel):
             raise OptionError.bad_value("do_sample", sample, "True or False")
         options |= call
         if sample is not None:
-            options["temperature"] = (options["temperature"] or 1.0) if sample else 0.0
+            options["temperature"] = (options.get("temperature") or 1.0) if sample else 0.0
         stops = [*_listed(self.stop), *_listed(stop)]
         if stops:
             options["stop"] = list(dict.fromkeys(stops))

@@ -35,7 +35,8 @@ OnTokens = Callable[[int, list[int]], bool]
 
 @dataclass(frozen=True)
 class GenerationOptions:
-    """How to decode. ``temperature`` 0 is greedy. ``stop``: strings that end the text and never appear in it."""
+    """How to decode. ``temperature`` 0 is greedy. ``stop``: strings that end the text and never appear in it;
+    ``stop_ids``: tokens that do, besides the model's own end tokens."""
 
     max_new_tokens: int = 256
     temperature: float = 0.0
@@ -44,6 +45,7 @@ class GenerationOptions:
     repetition_penalty: float | None = None
     seed: int | None = None
     stop: str | Sequence[str] | None = None
+    stop_ids: Sequence[int] = ()
 
     def __post_init__(self) -> None:
         _check(self.max_new_tokens, "max_new_tokens", int, 1, None, "a whole number, 1 or more")
@@ -64,6 +66,9 @@ class GenerationOptions:
             isinstance(given, str | list | tuple) and all(isinstance(s, str) and s for s in self.stops)
         ):
             raise OptionError.bad_value("stop", given, "a string or a list of strings, none of them empty")
+        ids: Any = self.stop_ids
+        if not isinstance(ids, list | tuple) or not all(type(each) is int and each >= 0 for each in ids):
+            raise OptionError.bad_value("stop_ids", ids, "a list of token ids")
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -86,8 +91,8 @@ class TextAssembler:
     be the beginning of a stop string. The pieces concatenate to the final text.
     """
 
-    def __init__(self, decode: Decode, stop: Sequence[str] = ()):
-        self._decode, self._stop = decode, tuple(stop)
+    def __init__(self, decode: Decode, stop: Sequence[str] = (), stop_ids: Collection[int] = ()):
+        self._decode, self._stop, self._stop_ids = decode, tuple(stop), frozenset(stop_ids)
         self._ids: list[int] = []
         self._prefix_at = self._read_at = 0
         self._held = ""
@@ -97,6 +102,11 @@ class TextAssembler:
         """Add tokens; returns the text that became certain."""
         if self.stopped:
             return ""
+        if self._stop_ids.intersection(ids):
+            before = next(at for at, each in enumerate(ids) if each in self._stop_ids)
+            piece = self.push(ids[:before]) + self.finish()
+            self.stopped = True
+            return piece
         self._ids.extend(ids)
         # Decoding from a token back keeps spaces and joiners right without decoding everything again.
         prefix = self._decode(self._ids[self._prefix_at : self._read_at])

@@ -231,3 +231,18 @@ def test_a_bad_value_is_refused_with_option_value_and_choices(option: str, value
     with pytest.raises(OptionError) as raised:
         GenerationOptions(**{option: value})
     assert str(raised.value).startswith(f"{option}={value!r} is not valid; {option} takes a ")
+
+
+@pytest.mark.parametrize("ids", [[7, 8, 99, 9], [99], [7, 99, 99]])
+def test_a_stop_id_ends_the_text_before_it(ids: list[int]) -> None:
+    text = TextAssembler(lambda ids: "".join(chr(97 + each) for each in ids), stop_ids=[99, 100])
+    at = ids.index(99)
+    assert text.push(ids) == "".join(chr(97 + each) for each in ids[:at])
+    assert text.stopped
+    assert (text.push([7]), text.finish()) == ("", "")
+
+
+@pytest.mark.parametrize("ids", [7, "7", [-1], [True], [1.5]])
+def test_wrong_stop_ids_are_named(ids: object) -> None:
+    with pytest.raises(OptionError, match="stop_ids"):
+        GenerationOptions(stop_ids=ids)

@@ -42,7 +42,6 @@ from llama_index.llms.kvboost.options import (
     engine_from,
     given_options,
     listed,
-    stopping_texts,
     unknown,
 )
 
@@ -70,7 +69,7 @@ class KVBoostLLM(CustomLLM):
     What is None is the engine's own. Of names nobody takes, those that look like a slip raise OptionError, others are
     warned of once.
 
-    ``stopping_ids``: tokens whose text ends the answer as ``stop`` does; the model's own end tokens end it anyway.
+    ``stopping_ids``: tokens that end the answer, besides the model's own end tokens.
     ``context_window``: what LlamaIndex may fill, at most the model's own; longer prompts raise PromptTooLongError. The
     chat template's own tokens come on top, so leave room for them where LlamaIndex packs prompts to the brim.
     ``is_chat_model``: whether prompts are messages; if the tokenizer has a chat template, unless given. ``complete``
@@ -128,12 +127,12 @@ class KVBoostLLM(CustomLLM):
         }
         options = given_options(kwargs, generate_kwargs, {*type(self).model_fields, "engine", *loading})
         super().__init__(model_name=model_name or "", **options)
-        check_call(self._options({}, listed(self.stop)))
+        check_call(self._options({}, listed(self.stop)) | {"stop_ids": self.stopping_ids})
         self._engine = engine_from(engine, model_name, **loading)
         self.model_name = self.model_name or self._engine.name
         if options.get("messages_to_prompt") is None:
             self.messages_to_prompt = Template(self._engine.chat_format)
-        _ = self.metadata, self._stops()  # wrong ones are refused now
+        _ = self.metadata  # a wrong window is refused now
 
     @property
     def engine(self) -> Any:
@@ -267,16 +266,10 @@ class KVBoostLLM(CustomLLM):
             self._warned.add(name)  # not reached for a slip, which raises every time
         return call_options({name: getattr(self, name) for name in _FIELDS}, kwargs, stops)
 
-    def _stops(self) -> list[str]:
-        """Stop strings of every call: the field's and the texts of ``stopping_ids``."""
-        own = self._engine.engine.model.module.generation_config.eos_token_id
-        ends = own if isinstance(own, list) else [own]
-        return [*listed(self.stop), *stopping_texts(self.stopping_ids, ends, self._engine.tokens.decode)]
-
     def _request(self, prompt: Any, kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """The engine's options for ``prompt``. Raises PromptTooLongError by ``context_window``, the chat template's own
         tokens not counted, as LlamaIndex counts; by the model's own window the engine does."""
-        options = self._options(kwargs, self._stops())
+        options = self._options(kwargs, listed(self.stop)) | {"stop_ids": self.stopping_ids}
         if self._is_narrow and isinstance(options["max_new_tokens"], int):
             if not isinstance(prompt, str):
                 pieces = self._ready(prompt).prompt.pieces

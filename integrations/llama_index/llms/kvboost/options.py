@@ -6,7 +6,7 @@ Knows names and values, as HuggingFaceLLM's users know them; knows nothing of Ll
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from difflib import get_close_matches
 from typing import Any
 
@@ -65,18 +65,6 @@ def listed(stop: Any) -> list[str]:
     if not isinstance(strings, list | tuple) or not all(isinstance(each, str) for each in strings):
         raise OptionError.bad_value("stop", stop, "a string or a list of strings, none of them empty")
     return list(strings)
-
-
-def stopping_texts(ids: Sequence[int], ends: Sequence[int], decode: Callable[[list[int]], str]) -> list[str]:
-    """The texts of ``ids``, but for those in ``ends``, which end every answer anyway. Raises OptionError for an id
-    without a text of its own."""
-    texts = {each: decode([each]) if each >= 0 else "" for each in ids if each not in ends}
-    for each, text in texts.items():
-        if not text or "\N{REPLACEMENT CHARACTER}" in text:
-            raise OptionError.bad_value(
-                "stopping_ids", each, f"ids of tokens that have a text, and the model's own end tokens, {ends}"
-            )
-    return list(texts.values())
 
 
 def unknown(name: str, known: Collection[str], where: str = "KVBoostLLM") -> None:
