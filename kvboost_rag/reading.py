@@ -153,7 +153,7 @@ class Reading(Facade):
         self._segmenter.recall()
         num_gone = 0
         for document in self._warmer.documents(check_texts(texts)):
-            self._segmenter.index.discard(document.text)
+            self._segmenter.unfile(document.text)
             num_gone += sum(self.engine.store.remove(content) for content in document.contents) > 0
         return num_gone
 

@@ -42,11 +42,20 @@ class Segmenter:
     def file(self, text: str, num_tokens: int) -> None:
         """From now on find ``text`` in prompts, if it is long enough to be told from chance; and the pieces it was
         made of."""
-        pieces = pieces_at(text, self._cutter.chunking_of(text))
-        found = [p for p in pieces if len(pieces) > 1 and len(self._tokens.encode(p)) >= MIN_DETECTED_TOKENS]
+        found = [p for p in self._pieces(text) if len(self._tokens.encode(p)) >= MIN_DETECTED_TOKENS]
         if found or num_tokens >= MIN_DETECTED_TOKENS or len(text) > CERTAINLY_LONG:
             for each in (text, *found):
                 self.index.add(each)
+
+    def unfile(self, text: str) -> None:
+        """No longer find ``text``, nor the pieces it was made of."""
+        for each in (text, *self._pieces(text)):
+            self.index.discard(each)
+
+    def _pieces(self, text: str) -> list[str]:
+        """What of ``text`` is found on its own; a piece with white space at an end would have other ids there."""
+        pieces = pieces_at(text, self._cutter.chunking_of(text))
+        return [piece for piece in pieces if len(pieces) > 1 and piece == piece.strip()]
 
     def recall(self) -> None:
         """File what was warm from the start, the first time this is called."""

@@ -189,10 +189,11 @@ class Warmer:
         if overlap is None or len(document.parts) == 1:
             return self._engine.warm(context, document.parts, pinned, document.text, document.chunking)
         spans = overlapped(chunk_prompt(document.parts, self._engine.config.chunk_size), overlap)
+        largest = max(document.parts, key=lambda part: len(part.ids))
         puts = []
         for part, (start, end) in zip(document.parts, spans, strict=True):
             before = Segment(document.ids[start : end - len(part.ids)])
-            text = "" if part.part else document.text
+            text = document.text if part is largest else ""
             puts.append(self._engine.warm([*context, before], part, pinned, text, document.chunking))
         return Put(all(put.stored for put in puts), tuple(entry for put in puts for entry in put.evicted))
 

@@ -230,3 +230,19 @@ def test_a_store_has_a_name_that_lasts_as_long_as_its_contents(tmp_path: Path) -
         assert other.store_id != name
         third.clear()
         assert third.store_id != name
+
+
+def test_texts_that_share_a_piece_are_all_found_again(tmp_path: Path) -> None:
+    """Nodes of one file: the metadata lines they share are one entry, and no node is lost for it."""
+    lines = "file: somewhere.md\nauthor: someone with a rather long name\n\n"
+    nodes = [lines + document(n) for n in range(3)]
+    with opened(cache_dir=tmp_path) as first:
+        first.warm(nodes, chunking=[f"at:{len(lines)}"] * 3, progress=False)
+        assert sorted(first.texts()) == sorted(nodes)
+        assert first.prefill(f"{lines}Something cold.").report.documents == []  # no piece of its own
+    with opened(cache_dir=tmp_path) as second:
+        assert [second.is_warm(node) for node in nodes] == [True] * 3
+        report = second.prefill(f"Read: {nodes[1]} and {nodes[0]} Now?").report
+        assert (report.num_document_hits, len(report.documents)) == (2, 2)
+        second.forget(nodes[2])
+        assert second.prefill(f"Read: {document(2)} Now?").report.documents == []

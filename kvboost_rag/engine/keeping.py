@@ -75,8 +75,8 @@ class Keeper:
 
         The document is run as a whole, so its parts see all before them. What is new of the context is kept too, as a
         by-product: one that many documents share is computed once. A document of the context that is warm already is
-        reused where it stands. ``text`` and ``chunking`` go with the first part, so that a store opened again can tell
-        what to look for. ``anchored``: keep it, as computed, as a second version for this context only.
+        reused where it stands. ``text`` goes with the largest part (the smallest may be another document's too), so that a
+        store opened again can tell what to look for. ``anchored``: keep it, as computed, as a second version for this context only.
         """
         segments = [*context, *parts]
         num_tokens = total_tokens(segments)
@@ -101,6 +101,7 @@ class Keeper:
         if not self.model.lasting(num_tokens):
             return Put(stored=False)
         spans = [(target.chunk.start, target.chunk.end) for target in targets]
+        largest = max(targets, key=lambda target: target.chunk.end - target.chunk.start)
         kept = keep(self.model, cache, assembled.ids, spans, logits, codec, self.config.max_quantization_kl)
         self._say(kept)
         puts = [
@@ -112,7 +113,7 @@ class Keeper:
                 importance=importance([slab.window(*span).keys for slab in cache.slabs]),
                 warmed=True,
                 pinned=pinned,
-                text="" if target.chunk.part or anchored else text,
+                text=text if target is largest and not anchored else "",
                 chunking=chunking,
                 anchored=anchored,
             )

@@ -23,7 +23,7 @@ class Entry:
 
     ``exact`` says that the KV came from a full computation behind exactly the prefix of ``keys.prefix``; any other KV
     can only be found by its content. ``warmed`` entries were ingested on purpose; the rest are by-products of prompts.
-    ``importance``: mean length of the keys (equation 6). ``text``: of a warmed document, with its first part, so that
+    ``importance``: mean length of the keys (equation 6). ``text``: of a warmed document, with its largest part, so that
     a store opened again can tell what to look for in prompts; ``chunking``: how that text was cut. ``anchored``: a
     second version of a warmed document, for use behind its own prefix only; the other one stays beside it.
     """
@@ -55,7 +55,7 @@ class Entry:
 
 
 class WarmText(NamedTuple):
-    """What an entry says of the document it begins. ``num_tokens``: of the entry."""
+    """What an entry says of the document it is of, or the largest part of. ``num_tokens``: of the entry."""
 
     text: str
     num_tokens: int
