@@ -75,8 +75,9 @@ class Keeper:
 
         The document is run as a whole, so its parts see all before them. What is new of the context is kept too, as a
         by-product: one that many documents share is computed once. A document of the context that is warm already is
-        reused where it stands. ``text`` goes with the largest part (the smallest may be another document's too), so that a
-        store opened again can tell what to look for. ``anchored``: keep it, as computed, as a second version for this context only.
+        reused where it stands. ``text`` goes with the largest part (a smaller one may be another document's too), so
+        that a store opened again can tell what to look for. ``anchored``: keep it, as computed, as a second version for
+        this context only.
         """
         segments = [*context, *parts]
         num_tokens = total_tokens(segments)
