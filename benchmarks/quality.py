@@ -19,6 +19,7 @@ import itertools
 import json
 import platform
 import random
+import shlex
 import sys
 import time
 from collections.abc import Callable
@@ -263,7 +264,7 @@ def run(arguments: argparse.Namespace, log: Callable[[str], None]) -> dict[str, 
             results[row.name].append(measure(encodings.engines[row.encoding], prompt, row.repair, ids, full))
         log(f"question {number}/{len(prompts)}: {time.perf_counter() - started:.1f} s")
     return {
-        "command": " ".join(sys.argv),
+        "command": shlex.join(Path(a).name if a == str(arguments.data) else a for a in sys.argv),
         "model": arguments.model,
         "machine": f"{platform.machine()}, {torch.get_num_threads()} threads",
         "versions": {"kvboost_rag": __version__, "torch": torch.__version__, "python": platform.python_version()},
