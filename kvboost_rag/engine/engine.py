@@ -24,7 +24,7 @@ from kvboost_rag.engine.chunking import Cutting
 from kvboost_rag.engine.codecs import CODECS
 from kvboost_rag.engine.config import EngineConfig
 from kvboost_rag.engine.costs import Costs, Work
-from kvboost_rag.engine.forward import SCOUT_LAYERS, SCOUT_TOKENS, fused_forward, key_deviation, scout
+from kvboost_rag.engine.forward import SCOUT_LAYERS, SCOUT_TOKENS, fused_forward, key_deviation, scout, work_of
 from kvboost_rag.engine.generate import GenerationOptions, decode
 from kvboost_rag.engine.keeping import Keeper
 from kvboost_rag.engine.keys import chunk_keys, content_hash
@@ -102,7 +102,7 @@ class Engine:
         with _timed(report, "forward"):
             positions = torch.cat([live[num_done:], repaired]).sort().values
             size = self.config.prefill_chunk_tokens
-            with self.costs.forward(_work(positions)):
+            with self.costs.forward(work_of(positions)):
                 logits = fused_forward(self.model, assembled.ids, positions, cache, slice_tokens=size)[-1]
         cache.cancel_when(never)  # decoding ends between tokens
         fill(report, assembled, live, repaired, self.store.tier_of)
@@ -136,9 +136,11 @@ class Engine:
         if repair.needs_attention:
             passes.append(Work(min(len(live), SCOUT_TOKENS), num_tokens, SCOUT_LAYERS))
         if repair.probe is not None:
-            passes.append(replace(_work(torch.arange(spans[-1].end)), share=repair.probe.layer / self.model.num_layers))
+            passes.append(
+                replace(work_of(torch.arange(spans[-1].end)), share=repair.probe.layer / self.model.num_layers)
+            )
         loaded = [p for p in assembled.placements if p.fidelity is Fidelity.APPROXIMATE]
-        verdict = self.costs.judge(passes, self._bytes_by_tier(loaded), _work(computed.live_positions()))
+        verdict = self.costs.judge(passes, self._bytes_by_tier(loaded), work_of(computed.live_positions()))
         if verdict is None or verdict.pays:
             return assembled
         report.notes.append(
@@ -263,11 +265,6 @@ class Engine:
 
         (reason,) = decode(self.model, [prefilled.ids], prefilled.cache, prefilled.logits[None], options, step)
         return reason
-
-
-def _work(positions: torch.Tensor) -> Work:
-    """The forward that computes ``positions``, each of which sees all before it."""
-    return Work(len(positions), float(positions.float().mean()) + 1 if len(positions) else 0.0)
 
 
 @contextmanager

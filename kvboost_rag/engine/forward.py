@@ -14,11 +14,17 @@ import torch
 from kvboost_rag.engine.attention import Capture
 from kvboost_rag.engine.cache import SlotCache
 from kvboost_rag.engine.capabilities import Reuse
+from kvboost_rag.engine.costs import Work
 from kvboost_rag.engine.model import Model
 from kvboost_rag.engine.repair.base import MEASURES
 
 SCOUT_TOKENS = 256
 SCOUT_LAYERS = 2 / 3  # saves a third of the pass; its effect on the choice: benchmarks/NOTES.md
+
+
+def work_of(positions: torch.Tensor) -> Work:
+    """What it is to compute ``positions`` (num_rows,), each of which sees all up to its own."""
+    return Work(len(positions), float(positions.float().mean()) + 1 if len(positions) else 0.0)
 
 
 def fused_forward(

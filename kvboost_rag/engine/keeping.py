@@ -18,8 +18,8 @@ from kvboost_rag.engine.capabilities import Reuse
 from kvboost_rag.engine.chunking import Cutting
 from kvboost_rag.engine.codecs import Packed
 from kvboost_rag.engine.config import EngineConfig
-from kvboost_rag.engine.costs import Costs, Work
-from kvboost_rag.engine.forward import fused_forward
+from kvboost_rag.engine.costs import Costs
+from kvboost_rag.engine.forward import fused_forward, work_of
 from kvboost_rag.engine.model import Model
 from kvboost_rag.engine.quantize import Kept, keep, num_probe_tokens
 from kvboost_rag.engine.stitch import stitch
@@ -92,7 +92,7 @@ class Keeper:
         judged = codec != "raw"  # whose last tokens say what quantisation costs
         num_logits = max(1, num_probe_tokens(total_tokens(parts))) if judged else 1
         live, size = assembled.live_positions(), self.config.prefill_chunk_tokens
-        with self.costs.forward(Work(len(live), float(live.float().mean()) + 1)):
+        with self.costs.forward(work_of(live)):
             logits = fused_forward(self.model, assembled.ids, live, cache, num_logits, slice_tokens=size)
         exact = True
         for placement in before:

@@ -80,7 +80,7 @@ class DiskStore:
     def identity(self) -> str:
         """A name for what the folder holds, kept in it: the same for all who open it, until it is cleared."""
         path = self.path / IDENTITY
-        with suppress(FileExistsError, OSError), path.open("x", encoding="ascii") as file:
+        with suppress(OSError), path.open("x", encoding="ascii") as file:
             file.write(self._identity)
         with suppress(OSError, UnicodeDecodeError):
             return path.read_text(encoding="ascii") or self._identity
