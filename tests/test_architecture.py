@@ -30,7 +30,7 @@ RANKS = [
     {"engine.engine"},
     {"engine.batches"},
     {"boundaries", "tokens", "prompt", "detect", "related", "hub", "report"},
-    {"documents"},
+    {"documents", "calls"},
     {"stream", "warming", "options", "segmenting"},
     {"facade"},
     {"many", "single", "verify"},

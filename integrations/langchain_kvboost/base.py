@@ -12,11 +12,9 @@ from typing import Any
 from pydantic import BaseModel, Field, PrivateAttr, model_validator
 
 from kvboost_rag._version import __version__
+from kvboost_rag.calls import CALL, REUSE, SAMPLING, listed, merged, one_limit
 from kvboost_rag.errors import OptionError
 
-SAMPLING = ("temperature", "top_p", "top_k", "seed", "repetition_penalty")
-REUSE = ("repair", "recompute_ratio", "quality", "mode", "auto_detect")
-CALL = (*SAMPLING, *REUSE, "max_new_tokens", "max_tokens", "do_sample")
 # Fields that LangChain's own tests and tools pass to any model; they mean nothing for a local one.
 REMOTE = ("api_key", "base_url", "timeout", "max_retries")
 
@@ -56,7 +54,7 @@ class OverEngine(BaseModel):
         if not isinstance(values, dict):
             return values
         values = dict(values)
-        _one_limit(values)
+        one_limit(values)
         for other, name in (("max_new_tokens", "max_tokens"), ("model_name", "model"), ("model_id", "model")):
             given = values.pop(other, None)
             if given is not None and values.get(name) is None:
@@ -97,7 +95,7 @@ class OverEngine(BaseModel):
         return {
             "model": self.model,
             "fingerprint": self.engine.engine.model.fingerprint().hex()[:16],  # other weights may have the same name
-            "stop_strings": _listed(self.stop),  # LangChain overwrites "stop" with the call's
+            "stop_strings": listed(self.stop),  # LangChain overwrites "stop" with the call's
             **options,
         }
 
@@ -108,51 +106,16 @@ class OverEngine(BaseModel):
 
     def _options(self, stop: Sequence[str] | None, kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """The engine's options of one call: this model's fields, overridden by the call's."""
-        call = {name: value for name, value in kwargs.items() if name in CALL and value is not None}
         for name in kwargs:
             if name not in CALL and name not in self._warned and not name.startswith("ls_"):
                 self._warned.add(name)
                 _warn(type(self).__name__, name, CALL)
-        options = {name: getattr(self, name) for name in (*SAMPLING, *REUSE) if getattr(self, name) is not None}
-        if call.keys() & {"repair", "recompute_ratio"}:
-            options.pop("quality", None)
-        if "quality" in call:
-            options.pop("repair", None)
-        if call.keys() & {"repair", "quality"}:
-            options.pop("recompute_ratio", None)  # a ratio belongs to the strategy it was given with
-        _one_limit(call)
-        limit = call.pop("max_tokens", self.max_tokens)
-        options["max_new_tokens"] = call.pop("max_new_tokens", limit)
-        sample = call.pop("do_sample", None)
-        if sample is not None and not isinstance(sample, bool):
-            raise OptionError.bad_value("do_sample", sample, "True or False")
-        options |= call
-        if sample is not None:
-            options["temperature"] = (options.get("temperature") or 1.0) if sample else 0.0
-        stops = [*_listed(self.stop), *_listed(stop)]
-        if stops:
-            options["stop"] = list(dict.fromkeys(stops))
-        return options
+        own = {name: getattr(self, name) for name in (*SAMPLING, *REUSE)} | {"max_new_tokens": self.max_tokens}
+        call = {name: value for name, value in kwargs.items() if name in CALL}
+        return merged(own, call, [*listed(self.stop), *listed(stop)])
 
     def _metadata(self, result: Any) -> dict[str, Any]:
         return {"model_name": self.model, "finish_reason": result.finish_reason, "kvboost": result.report.to_dict()}
-
-
-def _one_limit(options: Mapping[str, Any]) -> None:
-    """Raises OptionError if both names of the limit are given and differ."""
-    one, other = options.get("max_tokens"), options.get("max_new_tokens")
-    if one is not None and other is not None and one != other:
-        raise OptionError(f"max_tokens={one!r} and max_new_tokens={other!r} are the same option; give one of them")
-
-
-def _listed(stop: Any) -> list[str]:
-    """Raises OptionError if ``stop`` holds anything but strings."""
-    listed = [stop] if isinstance(stop, str) else stop
-    if listed is None:
-        return []
-    if not isinstance(listed, list | tuple) or not all(isinstance(each, str) for each in listed):
-        raise OptionError.bad_value("stop", stop, "a string or a list of strings, none of them empty")
-    return list(listed)
 
 
 def _warn(owner: str, name: str, known: Collection[str]) -> None:

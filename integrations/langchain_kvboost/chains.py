@@ -17,11 +17,11 @@ from langchain_core.output_parsers import StrOutputParser
 from langchain_core.retrievers import BaseRetriever
 from langchain_core.runnables import Runnable, RunnableLambda, RunnablePassthrough
 
+from kvboost_rag.calls import ON_ERROR, ORDERS, check_choice
 from kvboost_rag.errors import OptionError
 from kvboost_rag.prompt import INSTRUCTION, SEPARATOR
 from langchain_kvboost.chat_models import to_engine
-from langchain_kvboost.ingestion import ON_ERROR, check_choice
-from langchain_kvboost.retrievers import ORDERS, ready
+from langchain_kvboost.retrievers import ready
 
 QUESTION = "Question: {input}"
 

@@ -7,23 +7,15 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Sequence
-from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from langchain_core.documents import BaseDocumentTransformer, Document
 
-from kvboost_rag.errors import OptionError, PromptTooLongError
+from kvboost_rag.calls import ON_ERROR, check_choice, warm_each
+from kvboost_rag.errors import PromptTooLongError
 
 if TYPE_CHECKING:
     from kvboost_rag import WarmReport
-
-ON_ERROR = ("warn", "raise")
-
-
-def check_choice(option: str, value: object, choices: Sequence[str]) -> None:
-    """Raises OptionError for a value that is not one of ``choices``."""
-    if value not in choices:
-        raise OptionError.bad_value(option, value, f"one of {', '.join(map(repr, choices))}")
 
 
 def warm_documents(documents: Iterable[Document], engine: Any, *, on_error: str = "warn", **options: Any) -> WarmReport:
@@ -44,30 +36,17 @@ def warm_documents(documents: Iterable[Document], engine: Any, *, on_error: str 
     try:
         return boost.warm(texts, **options)
     except PromptTooLongError:  # raised before any work
-        return _each(texts, boost, on_error, options)
-
-
-def _each(texts: Sequence[str], boost: Any, on_error: str, options: dict[str, Any]) -> WarmReport:
-    """Read one at a time, and leave out what is too long."""
-    from kvboost_rag.report import WarmReport
-
-    total, refused = WarmReport(), []
-    for text in texts:
-        try:
-            report = boost.warm(text, **options)
-        except PromptTooLongError as error:
-            refused.append(error)
-            report = WarmReport(num_documents=1, num_rejected=1)
-        for field in fields(total):
-            setattr(total, field.name, getattr(total, field.name) + getattr(report, field.name))
-    if refused and on_error == "raise":
-        raise refused[0]
+        chunkings = [options.pop("chunking", None)] * len(texts)
+        report, refused = warm_each(boost, texts, chunkings, options, PromptTooLongError)
+    (_, first), *_ = refused
+    if on_error == "raise":
+        raise first
     warnings.warn(
-        f"{len(refused)} of {len(texts)} documents were not read: {refused[0]} Split documents before they are added.",
+        f"{len(refused)} of {len(texts)} documents were not read: {first} Split documents before they are added.",
         UserWarning,
-        stacklevel=3,
+        stacklevel=2,
     )
-    return total
+    return report
 
 
 class KVBoostDocumentWarmer(BaseDocumentTransformer):

@@ -15,9 +15,8 @@ from langchain_core.documents import Document
 from langchain_core.retrievers import BaseRetriever
 from pydantic import Field
 
-from langchain_kvboost.ingestion import ON_ERROR, check_choice, warm_documents
-
-ORDERS = ("retrieval", "cache")
+from kvboost_rag.calls import ON_ERROR, ORDERS, check_choice
+from langchain_kvboost.ingestion import warm_documents
 
 
 def ready(

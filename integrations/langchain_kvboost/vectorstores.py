@@ -16,8 +16,9 @@ from langchain_core.documents import Document
 from langchain_core.embeddings import Embeddings
 from langchain_core.vectorstores import InMemoryVectorStore, VectorStore
 
+from kvboost_rag.calls import ON_ERROR, check_choice
 from kvboost_rag.errors import OptionError
-from langchain_kvboost.ingestion import ON_ERROR, check_choice, warm_documents
+from langchain_kvboost.ingestion import warm_documents
 
 if TYPE_CHECKING:
     from kvboost_rag import WarmReport

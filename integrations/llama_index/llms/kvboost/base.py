@@ -33,18 +33,9 @@ from llama_index.llms.kvboost.messages import (
     completion_response,
     to_engine,
 )
-from llama_index.llms.kvboost.options import (
-    CALL,
-    REUSE,
-    SAMPLING,
-    call_options,
-    check_call,
-    engine_from,
-    given_options,
-    listed,
-    unknown,
-)
+from llama_index.llms.kvboost.options import CALL, check_call, engine_from, given_options, unknown
 
+from kvboost_rag.calls import REUSE, SAMPLING, listed, merged
 from kvboost_rag.errors import OptionError, PromptTooLongError
 from kvboost_rag.prompt import Prompt
 
@@ -264,7 +255,9 @@ class KVBoostLLM(CustomLLM):
         for name in kwargs.keys() - {*CALL, *_TOOLS, *self._warned}:
             unknown(name, CALL)
             self._warned.add(name)  # not reached for a slip, which raises every time
-        return call_options({name: getattr(self, name) for name in _FIELDS}, kwargs, stops)
+        call = {name: value for name, value in kwargs.items() if name in CALL and name != "stop"}
+        own = {name: getattr(self, name) for name in _FIELDS}
+        return merged(own, call, [*stops, *listed(kwargs.get("stop"))])
 
     def _request(self, prompt: Any, kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """The engine's options for ``prompt``. Raises PromptTooLongError by ``context_window``, the chat template's own

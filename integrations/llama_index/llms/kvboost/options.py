@@ -10,11 +10,11 @@ from collections.abc import Collection, Mapping
 from difflib import get_close_matches
 from typing import Any
 
+from kvboost_rag.calls import CALL as SHARED
+from kvboost_rag.calls import decoding
 from kvboost_rag.errors import OptionError
 
-SAMPLING = ("temperature", "top_p", "top_k", "seed", "repetition_penalty")
-REUSE = ("repair", "recompute_ratio", "quality", "mode", "auto_detect")
-CALL = (*SAMPLING, *REUSE, "max_new_tokens", "max_tokens", "do_sample", "stop")
+CALL = (*SHARED, "stop")
 TOKENIZER = ("revision", "local_files_only", "trust_remote_code", "token")
 
 
@@ -40,31 +40,7 @@ def given_options(
                 "give one of them"
             )
         options[name] = value
-    return _decoding(options, None)
-
-
-def call_options(fields: Mapping[str, Any], kwargs: Mapping[str, Any], stops: Collection[str]) -> dict[str, Any]:
-    """The engine's options of one call: ``fields``, overridden by the call's; its stop strings come on top of
-    ``stops``. What is None is left out, and so is what no one knows."""
-    call = {name: value for name, value in kwargs.items() if name in CALL and value is not None}
-    options = {name: value for name, value in fields.items() if value is not None}
-    if call.keys() & {"repair", "recompute_ratio"}:
-        options.pop("quality", None)
-    if "quality" in call:
-        options.pop("repair", None)
-    if call.keys() & {"repair", "quality"}:
-        options.pop("recompute_ratio", None)  # a ratio belongs to the strategy it was given with
-    options |= _decoding(call, options.get("temperature"))
-    options["stop"] = list(dict.fromkeys([*stops, *listed(options.get("stop"))])) or None
-    return options
-
-
-def listed(stop: Any) -> list[str]:
-    """Raises OptionError if ``stop`` holds anything but strings."""
-    strings = [stop] if isinstance(stop, str) else ([] if stop is None else stop)
-    if not isinstance(strings, list | tuple) or not all(isinstance(each, str) for each in strings):
-        raise OptionError.bad_value("stop", stop, "a string or a list of strings, none of them empty")
-    return list(strings)
+    return decoding(options, None)
 
 
 def unknown(name: str, known: Collection[str], where: str = "KVBoostLLM") -> None:
@@ -132,21 +108,3 @@ def loaded_engine(
             **(tokenizer_kwargs or {}),
         ).tokenizer
     return KVBoost.from_pretrained(model_name, model=model, tokenizer=tokenizer, model_kwargs=loading, **options)
-
-
-def _decoding(options: Mapping[str, Any], temperature: float | None) -> dict[str, Any]:
-    """``options`` with ``max_tokens`` and ``do_sample`` in the engine's words. ``temperature``: what sampling has
-    unless they say."""
-    decoding = dict(options)
-    limit = decoding.pop("max_tokens", None)
-    if limit is not None and decoding.setdefault("max_new_tokens", limit) != limit:
-        raise OptionError(
-            f"max_tokens={limit!r} and max_new_tokens={decoding['max_new_tokens']!r} are the same option; "
-            "give one of them"
-        )
-    sample = decoding.pop("do_sample", None)
-    if sample is not None and not isinstance(sample, bool):
-        raise OptionError.bad_value("do_sample", sample, "True or False")
-    if sample is not None:
-        decoding["temperature"] = (decoding.get("temperature", temperature) or 1.0) if sample else 0.0
-    return decoding

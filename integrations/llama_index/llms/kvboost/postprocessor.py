@@ -11,16 +11,9 @@ from typing import Any
 from llama_index.core.bridge.pydantic import PrivateAttr
 from llama_index.core.postprocessor.types import BaseNodePostprocessor
 from llama_index.core.schema import BaseNode, NodeWithScore, QueryBundle
-from llama_index.llms.kvboost.warming import (
-    ON_ERROR,
-    OfThisProcess,
-    check_choice,
-    content_of,
-    engine_for,
-    warm_nodes,
-)
+from llama_index.llms.kvboost.warming import OfThisProcess, content_of, engine_for, warm_nodes
 
-ORDERS = ("retrieval", "cache")
+from kvboost_rag.calls import ON_ERROR, ORDERS, check_choice
 
 
 class KVBoostNodePostprocessor(OfThisProcess, BaseNodePostprocessor):

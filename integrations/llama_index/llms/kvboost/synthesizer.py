@@ -22,8 +22,9 @@ from llama_index.core.schema import NodeWithScore
 from llama_index.core.settings import Settings
 from llama_index.core.types import RESPONSE_TEXT_TYPE
 from llama_index.llms.kvboost.packing import Packing, warm_inside
-from llama_index.llms.kvboost.warming import check_choice, content_of, engine_for
+from llama_index.llms.kvboost.warming import content_of, engine_for
 
+from kvboost_rag.calls import check_choice
 from kvboost_rag.errors import OptionError
 from kvboost_rag.prompt import INSTRUCTION, Prompt
 

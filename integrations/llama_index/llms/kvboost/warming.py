@@ -11,7 +11,6 @@ import asyncio
 import logging
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from llama_index.core.bridge.pydantic import Field, PrivateAttr
@@ -19,6 +18,7 @@ from llama_index.core.schema import BaseNode, MetadataMode, TransformComponent
 from llama_index.core.settings import Settings
 from pydantic import computed_field
 
+from kvboost_rag.calls import ON_ERROR, check_choice, warm_each
 from kvboost_rag.errors import ClosedEngineError, OptionError
 
 if TYPE_CHECKING:
@@ -26,14 +26,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-ON_ERROR = ("warn", "raise")
 NOT_OF_A_NODE = (OptionError, ClosedEngineError, TypeError)
-
-
-def check_choice(option: str, value: object, choices: Sequence[str]) -> None:
-    """Raises OptionError for a value that is not one of ``choices``."""
-    if value not in choices:
-        raise OptionError.bad_value(option, value, f"one of {', '.join(map(repr, choices))}")
 
 
 def engine_for(owner: Any = None) -> KVBoost:
@@ -80,35 +73,12 @@ def warm_nodes(nodes: Iterable[BaseNode], engine: Any = None, *, on_error: str =
     except NOT_OF_A_NODE:
         raise
     except Exception:  # of one of them: a length, memory, a disk
-        return _each(given, texts, chunkings, boost, on_error, options)
-
-
-def _each(
-    nodes: Sequence[BaseNode],
-    texts: Sequence[str],
-    chunkings: Sequence[Any],
-    boost: KVBoost,
-    on_error: str,
-    options: dict[str, Any],
-) -> WarmReport:
-    """Read one at a time, and leave out what fails."""
-    from kvboost_rag.report import WarmReport
-
-    total, errors = WarmReport(), []
-    for node, text, chunking in zip(nodes, texts, chunkings, strict=True):
-        try:
-            report = boost.warm(text, chunking=chunking, **options)
-        except NOT_OF_A_NODE:
-            raise
-        except Exception as error:
-            logger.warning("node %s was not read: %s", node.node_id, error)
-            errors.append(error)
-            report = WarmReport(num_documents=1, num_rejected=1)
-        for field in fields(total):
-            setattr(total, field.name, getattr(total, field.name) + getattr(report, field.name))
+        report, errors = warm_each(boost, texts, chunkings, options, Exception, raised=NOT_OF_A_NODE)
+    for number, error in errors:
+        logger.warning("node %s was not read: %s", given[number].node_id, error)
     if errors and on_error == "raise":
-        raise errors[0]
-    return total
+        raise errors[0][1]
+    return report
 
 
 def forget_nodes(nodes: Iterable[BaseNode], engine: Any = None, *, keep: Iterable[BaseNode] | None = None) -> int:
