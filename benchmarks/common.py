@@ -28,6 +28,7 @@ from kvboost_rag import __version__, hub
 RESULTS = Path(__file__).parent / "results"
 CORPUS = Path(__file__).parent.parent / "examples" / "data"
 SEED = 17
+WORDS_AT_ONCE = 4  # of texts that are cut to a number of tokens
 # Architectures whose time can be measured without their weights: timing depends on shapes alone.
 SHAPES: dict[str, dict[str, Any]] = {
     "shape:qwen2.5-3b": {
@@ -125,8 +126,8 @@ def texts_of(tokenizer: Any, num_tokens: int, count: int) -> list[str]:
     for number in range(count):
         taken, size = [f"Part {number}."], num_tokens
         while size > 0:
-            piece = [words[(start + n) % len(words)] for n in range(32)]
-            start += 32
+            piece = [words[(start + n) % len(words)] for n in range(WORDS_AT_ONCE)]
+            start += WORDS_AT_ONCE
             taken += piece
             size -= len(tokenizer(" " + " ".join(piece), add_special_tokens=False)["input_ids"])
         texts.append(" ".join(taken).strip())
