@@ -47,7 +47,7 @@ class KVBoost(Reading, Asking):
         self.tokens = Tokens(tokenizer)
         self.chat_format = ChatFormat(tokenizer)
         salt = self.tokens.fingerprint + config.tenant.encode()
-        served = Model(model, salt)
+        served = Model(model, salt, max_packed_bytes=config.max_packed_bytes)
         try:
             breaks = break_ids(tokenizer) if config.boundary_window else frozenset()
             self.engine = Engine(served, make_store(config, served.fingerprint()), config, breaks)
@@ -97,7 +97,8 @@ class KVBoost(Reading, Asking):
         ``"lru"``, ``"importance"``), ``chunk_size`` (128), ``boundary_window`` (0), ``sink_tokens`` (0),
         ``max_document_tokens`` (2048: longer documents are kept in parts), ``overlap_tokens`` (None),
         ``prefill_chunk_tokens`` (2048), ``warmed_share`` (0.9), ``break_even`` (True: compute what costs less to
-        compute than to reuse), ``tenant`` ("").
+        compute than to reuse), ``max_packed_bytes`` (``"1GB"``: copies of the weights for faster products on the CPU, 0
+        for none), ``tenant`` ("").
 
         Raises ModelNotFoundError, UnsupportedModelError, OptionError.
         """

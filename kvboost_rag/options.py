@@ -86,10 +86,10 @@ def engine_options(options: dict[str, Any]) -> tuple[EngineConfig, ReuseOptions]
     """The options of an engine: how it cuts and keeps, and what its calls do unless they say otherwise."""
     options = dict(options)
     reuse = ReuseOptions().override(reuse_part(options, "KVBoost", EngineConfig))
-    if "max_cache_bytes" in options:
-        options["max_cache_bytes"] = parse_bytes(options["max_cache_bytes"])
-    if options.get("max_disk_bytes") is not None:
-        options["max_disk_bytes"] = parse_bytes(options["max_disk_bytes"], "max_disk_bytes")
+    for option in ("max_cache_bytes", "max_disk_bytes", "max_packed_bytes"):
+        unlimited = option == "max_disk_bytes" and options.get(option) is None
+        if option in options and not unlimited:
+            options[option] = parse_bytes(options[option], option)
     return EngineConfig(**options), reuse
 
 

@@ -16,7 +16,7 @@ RANKS = [
     {"errors", "_version"},
     {"engine.types", "engine.lock", "engine.compat", "engine.capabilities", "engine.costs"},
     {"engine.config", "engine.chunking", "engine.keys", "engine.rope"},
-    {"engine.cache", "engine.attention", "engine.codecs", "engine.repair"},
+    {"engine.cache", "engine.attention", "engine.products", "engine.codecs", "engine.repair"},
     {"engine.exchange"},
     {"engine.runner"},
     {"engine.rotation"},

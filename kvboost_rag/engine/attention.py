@@ -53,7 +53,7 @@ class Capture:
 
     def add(self, layer: int, probabilities: torch.Tensor, start: int = 0) -> None:
         """``probabilities``: (kv_heads, group, counted queries, keys) float32, of the keys from ``start`` on."""
-        largest = probabilities.amax(dim=(0, 1, 2)).cpu()
+        largest = probabilities.amax(2).amax(1).amax(0).cpu()  # one by one: 20 times faster on views than all at once
         seen = self._by_layer.setdefault(layer, torch.zeros(self._num_keys))[start : start + largest.shape[0]]
         torch.maximum(seen, largest, out=seen)
 

@@ -44,6 +44,8 @@ class EngineConfig:
     ``cache_dir``: a folder in which documents are kept too, up to ``max_disk_bytes``, for later processes.
     ``tenant``: a salt; engines of different tenants never share KV. ``break_even``: compute what costs less to compute
     than to reuse, as measured while the engine runs; without it what is reused does not depend on timing.
+    ``max_packed_bytes``: how much memory may go into copies of the weights that a CPU multiplies faster with (float32;
+    none are made where they do not help).
     """
 
     chunk_size: int = 128
@@ -56,6 +58,7 @@ class EngineConfig:
     warmed_share: float = 0.9
     tenant: str = ""
     break_even: bool = True
+    max_packed_bytes: int = 1_000_000_000
     eviction: str = "gdsf"
     kv_dtype: str = "auto"
     max_quantization_kl: float = 0.05

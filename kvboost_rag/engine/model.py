@@ -18,6 +18,7 @@ from kvboost_rag.engine.attention import Capture, Plan
 from kvboost_rag.engine.cache import Slab, SlotCache
 from kvboost_rag.engine.capabilities import Capabilities
 from kvboost_rag.engine.probe import probe
+from kvboost_rag.engine.products import products
 from kvboost_rag.engine.rope import Rope
 from kvboost_rag.engine.runner import Runner
 from kvboost_rag.errors import ClosedEngineError
@@ -28,9 +29,10 @@ FORMAT_VERSION = 2
 class Model:
     """A model that can be served. ``close()`` gives it its own attention back."""
 
-    def __init__(self, model: Any, salt: bytes = b"", stock_attention: bool = False):
+    def __init__(self, model: Any, salt: bytes = b"", stock_attention: bool = False, max_packed_bytes: int = 0):
         """``salt`` goes into the fingerprint (tokenizer, tenant). ``stock_attention`` keeps the model's own attention
-        in fused forwards too: the slow truth the tests compare with.
+        in fused forwards too, and its own products: the slow truth the tests compare with. ``max_packed_bytes``: see
+        ``EngineConfig``.
 
         Raises UnsupportedModelError; the model is then what it was.
         """
@@ -42,6 +44,8 @@ class Model:
             self._runner = Runner(model)
             self._hooks = [part.register_forward_pre_hook(_forget) for part in model.modules() if _is_dynamic(part)]
             self._probed = probe(self._runner)
+            if not stock_attention:
+                self._runner.products = products(model, max_packed_bytes)
         except BaseException:
             self.close()
             model.train(training)

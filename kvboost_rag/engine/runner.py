@@ -6,6 +6,7 @@ Knows how to run token ids over a cache; knows nothing of rope, chunks or what t
 from __future__ import annotations
 
 import contextlib
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ class Runner:
         self.device = execution_device(module)
         self.dtype: torch.dtype = module.dtype
         self.planned = True
+        self.products: AbstractContextManager[Any] = contextlib.nullcontext()  # what planned forwards run in
         self.windows: dict[str, int | None] = {}  # by layer type, where layers differ and plans are not followed
 
     @torch.no_grad()
@@ -48,7 +50,10 @@ class Runner:
             arguments["position_ids"] = positions.to(self.device)[None]
         if plan is not None:
             arguments["attention_mask"] = self._mask(plan, cache)
-        with exchange.planned(plan) if plan is not None and self.planned else contextlib.nullcontext():
+        with contextlib.ExitStack() as around:
+            if plan is not None and self.planned:
+                around.enter_context(exchange.planned(plan))
+                around.enter_context(self.products)
             logits: torch.Tensor = self.module(**arguments).logits
         return logits[0, -num_logits:].float()
 
@@ -70,7 +75,7 @@ class Runner:
         }
         if self.names.keep:
             arguments[self.names.keep] = 1
-        with exchange.planned(plan):
+        with exchange.planned(plan), self.products:
             logits: torch.Tensor = self.module(**arguments).logits
         return logits[:, -1].float()
 
