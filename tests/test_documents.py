@@ -11,7 +11,8 @@ from conftest import build_model, build_tokenizer, document
 
 from kvboost_rag import KVBoost, OptionError
 from kvboost_rag.documents import CHUNKINGS, DocumentCutter
-from kvboost_rag.engine.types import Fidelity
+from kvboost_rag.engine.repair import BoundaryRepair
+from kvboost_rag.engine.types import Fidelity, Segment
 from kvboost_rag.tokens import Tokens
 
 
@@ -246,3 +247,17 @@ def test_texts_that_share_a_piece_are_all_found_again(tmp_path: Path) -> None:
         assert (report.num_document_hits, len(report.documents)) == (2, 2)
         second.forget(nodes[2])
         assert second.prefill(f"Read: {document(2)} Now?").report.documents == []
+
+
+def test_only_parts_read_together_are_repaired_as_one() -> None:
+    """Where each part is read on its own, or behind a little of the last, the first tokens of each want repair."""
+    for overlap, whole in ((None, True), (0, False), (10, False)):
+        with opened(overlap_tokens=overlap) as boost:
+            boost.warm(LONG, primer=None, progress=False)
+            num_parts = len([s for s in boost.segments(LONG) if s.document])
+            assert num_parts > 2
+            repair = BoundaryRepair("start", 2)
+            with boost.engine.lock:
+                segments = [Segment((7, 8, 9)), *boost.segments(LONG), Segment((7, 8))]
+                report = boost.engine.prefill(segments, repair).report
+            assert report.num_repaired_tokens == 2 * (1 if whole else num_parts)

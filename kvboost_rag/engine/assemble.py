@@ -37,12 +37,13 @@ class Assembled:
     """A prompt with its hits (the paper's AssembledPrompt).
 
     ``ids``: (num_tokens,) int64. The last token is always live: its logits are what the prompt is run for. So are the
-    first ``num_sinks``.
+    first ``num_sinks``. ``read_together``: see ``Cutting``.
     """
 
     ids: torch.Tensor
     placements: tuple[Placement, ...]
     num_sinks: int = 0
+    read_together: bool = True
 
     @property
     def num_tokens(self) -> int:
@@ -71,14 +72,14 @@ class Assembled:
     def approximate_spans(self) -> list[Reused]:
         """What a repair strategy may choose from: approximate hits, less the tokens that are live anyway.
 
-        Parts of a document that follow one another are one span: they were read together.
+        Parts of a document that follow one another are one span where they were read together.
         """
         first, last = self.num_sinks, self.num_tokens - 1
         spans: list[Reused] = []
         for placement in self.placements:
             if placement.fidelity is Fidelity.APPROXIMATE:
                 start, end = max(placement.chunk.start, first), min(placement.chunk.end, last)
-                if placement.chunk.part and spans and spans[-1].end == start:
+                if self.read_together and placement.chunk.part and spans and spans[-1].end == start:
                     start = spans.pop().start
                 spans.append(Reused(start, end))
         return [span for span in spans if span.start < span.end]
@@ -102,4 +103,5 @@ def assemble(
         else:
             placements.append(Placement(chunk, keys, hit[1], hit[0]))
     ids = torch.tensor([token for chunk in chunks for token in chunk.ids], dtype=torch.int64)
-    return Assembled(ids, tuple(placements), len(sink_positions(len(ids), cutting.sinks)))
+    num_sinks = len(sink_positions(len(ids), cutting.sinks))
+    return Assembled(ids, tuple(placements), num_sinks, cutting.read_together)

@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 
 BLOCK_QUERIES = {"cpu": 32}  # where blocks were measured to pay
+RUN_QUERIES = {"cpu": 128}  # of a block whose positions follow one another: next to nothing is cut there
 OTHER_BLOCK_QUERIES = 1024  # elsewhere only memory cuts
 
 
@@ -53,14 +54,16 @@ class Capture:
 
     def add(self, layer: int, probabilities: torch.Tensor, start: int = 0) -> None:
         """``probabilities``: (kv_heads, group, counted queries, keys) float32, of the keys from ``start`` on."""
-        largest = probabilities.amax(2).amax(1).amax(0).cpu()  # one by one: 20 times faster on views than all at once
-        seen = self._by_layer.setdefault(layer, torch.zeros(self._num_keys))[start : start + largest.shape[0]]
+        largest = probabilities.amax(2).amax(1).amax(0)  # one by one: 20 times faster on views than all at once
+        if layer not in self._by_layer:
+            self._by_layer[layer] = torch.zeros(self._num_keys, device=largest.device)
+        seen = self._by_layer[layer][start : start + largest.shape[0]]
         torch.maximum(seen, largest, out=seen)
 
     @property
     def scores(self) -> torch.Tensor:
         """(num_keys,) float32: the largest probability of each layer, summed over layers."""
-        return torch.stack(list(self._by_layer.values())).sum(dim=0)
+        return torch.stack([layer.cpu() for layer in self._by_layer.values()]).sum(dim=0)
 
 
 @dataclass(frozen=True)
@@ -79,7 +82,8 @@ class Plan:
     """How one fused forward attends: ascending query ``positions`` (num_queries,) over slots that equal positions.
 
     ``hidden``: (num_slots,) bool, slots no query may see because they hold no KV yet, or None. ``stock``: let the
-    model's own implementation do it under an explicit mask, the slow truth. Blocks and masks are made once for all
+    model's own implementation do it under an explicit mask, the slow truth. ``on_host``: ``positions`` where Python can
+    read them without waiting for a device. Blocks and masks are made once for all
     layers that can share them.
     """
 
@@ -88,6 +92,7 @@ class Plan:
     hidden: torch.Tensor | None = None
     capture: Capture | None = None
     stock: bool = False
+    on_host: torch.Tensor | None = None
     _made: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
 
     def blocks(self, window: int | None, device: torch.device) -> tuple[Block, ...]:
@@ -98,13 +103,17 @@ class Plan:
         return blocks
 
     def _blocks(self, window: int | None, device: torch.device) -> Iterator[Block]:
-        step = BLOCK_QUERIES.get(device.type, OTHER_BLOCK_QUERIES)
-        for first in range(0, self.positions.shape[0], step):
-            rows = self.positions[first : first + step]
-            start = 0 if window is None else max(0, int(rows[0]) - window + 1)
-            end = int(rows[-1]) + 1
-            mask = additive_mask(rows, start, end, self.dtype, window, self.hidden).to(device)
-            yield Block(first, first + rows.shape[0], start, end, mask)
+        positions = self.positions if self.on_host is None else self.on_host
+        first, num_queries = 0, positions.shape[0]
+        while first < num_queries:
+            last = min(first + RUN_QUERIES.get(device.type, OTHER_BLOCK_QUERIES), num_queries)
+            if int(positions[last - 1]) - int(positions[first]) >= last - first:  # not one run
+                last = min(first + BLOCK_QUERIES.get(device.type, OTHER_BLOCK_QUERIES), num_queries)
+            start = 0 if window is None else max(0, int(positions[first]) - window + 1)
+            end = int(positions[last - 1]) + 1
+            mask = additive_mask(self.positions[first:last], start, end, self.dtype, window, self.hidden).to(device)
+            yield Block(first, last, start, end, mask)
+            first = last
 
     def attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float, layer: int, traits: Traits

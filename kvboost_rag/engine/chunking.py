@@ -22,12 +22,17 @@ from kvboost_rag.errors import OptionError
 @dataclass(frozen=True)
 class Cutting:
     """How prompts are cut: ``chunk_size`` (the paper's C), ``window`` (w) around each split of text in which an id of
-    ``breaks`` attracts it, and ``sinks`` (s), first tokens of a prompt that are always computed fresh."""
+    ``breaks`` attracts it, and ``sinks`` (s), first tokens of a prompt that are always computed fresh.
+
+    ``read_together``: whether each part of a document is read behind all of its parts before it, so that there is no
+    seam between them to repair.
+    """
 
     chunk_size: int = 128
     window: int = 0
     breaks: frozenset[int] = frozenset()
     sinks: int = 0
+    read_together: bool = True
 
     def __post_init__(self) -> None:
         _check_window(self.window, self.chunk_size)

@@ -54,7 +54,8 @@ class Engine:
     def __init__(self, model: Model, store: Store, config: EngineConfig, breaks: frozenset[int] = frozenset()):
         """``breaks``: ids behind which text reads well when it is cut there; for ``boundary_window``."""
         self.model, self.store, self.config = model, store, config
-        self.cutting = Cutting(config.chunk_size, config.boundary_window, breaks, config.sink_tokens)
+        together = config.overlap_tokens is None
+        self.cutting = Cutting(config.chunk_size, config.boundary_window, breaks, config.sink_tokens, together)
         self.costs = Costs(model.balanced_keys, model.settle)
         self.keeper = Keeper(model, store, self.cutting, config, self.costs)
         self.lock = FairLock()

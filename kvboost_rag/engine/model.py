@@ -156,7 +156,8 @@ class Model:
     ) -> torch.Tensor:
         """``ids`` (num_tokens,) at ascending ``positions`` (num_tokens,), each into its slot of ``cache``."""
         self._check_open()
-        plan = Plan(positions.to(self.device), self.dtype, hidden, capture, stock=self.stock_attention and not capture)
+        on_device, stock = positions.to(self.device), self.stock_attention and not capture
+        plan = Plan(on_device, self.dtype, hidden, capture, stock, on_host=positions)
         return self._runner.scattered(ids, cache, plan, num_logits)
 
     def rows(self, ids: torch.Tensor, positions: torch.Tensor, cache: Any, plan: exchange.Attending) -> torch.Tensor:

@@ -8,9 +8,11 @@ The paper leaves keys where they were computed; this is the first thing to mend 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
+
+Angles = tuple[tuple[range, torch.device], tuple[torch.Tensor, torch.Tensor]]
 
 
 @dataclass(frozen=True)
@@ -25,6 +27,7 @@ class Rope:
 
     inv_freq: torch.Tensor
     interleaved: bool = False
+    _latest: list[Angles] = field(default_factory=list, repr=False, compare=False)  # a chunk asks once per few layers
 
     @property
     def rotary_dim(self) -> int:
@@ -36,13 +39,23 @@ class Rope:
             return self
         return Rope(self.inv_freq[first:last], self.interleaved)
 
-    def angles(self, distances: torch.Tensor, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosine and sine of moves by ``distances`` (tokens,), float32, for (layers, kv_heads, tokens, pairs)."""
+    def angles(self, distances: range, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosine and sine of moves by ``distances`` (tokens), float32, for (layers, kv_heads, tokens, pairs)."""
+        for asked, known in tuple(self._latest):
+            if asked == (distances, device):
+                return known
         # float64 keeps long distances exact: at 100,000 tokens a float32 angle is off by 0.004.
-        angle = distances.double()[:, None] * self.inv_freq.double()[..., None, :]
+        steps = torch.arange(distances.start, distances.stop, distances.step, dtype=torch.float64)
+        angle = steps[:, None] * self.inv_freq.double()[..., None, :]
         if angle.dim() == 3:
             angle = angle[:, None]
-        return angle.cos().float().to(device), angle.sin().float().to(device)
+        found = angle.cos().float().to(device), angle.sin().float().to(device)
+        self._latest[:] = [((distances, device), found)]
+        return found
+
+    def let_go(self) -> None:
+        """Keep no angles any longer."""
+        self._latest.clear()
 
     def pairs(self, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Views of the first and the second channel of every pair, (..., rotary_dim / 2) each."""
@@ -60,20 +73,20 @@ def move(keys: torch.Tensor, distance: int, rope: Rope, out: torch.Tensor | None
     """
     if distance == 0:
         return (torch.empty_like(keys) if out is None else out).copy_(keys)
-    return _turn(keys, torch.tensor([distance]), rope, out)
+    return _turn(keys, range(distance, distance + 1), rope, out)
 
 
 def place(keys: torch.Tensor, position: int, rope: Rope, out: torch.Tensor | None = None) -> torch.Tensor:
     """Keys without rotation, given that of ``[position, position + tokens)``. As ``move`` otherwise."""
-    return _turn(keys, torch.arange(position, position + keys.shape[-2]), rope, out)
+    return _turn(keys, range(position, position + keys.shape[-2]), rope, out)
 
 
 def displace(keys: torch.Tensor, position: int, rope: Rope) -> torch.Tensor:
     """Undo ``place``: keys at ``[position, position + tokens)`` without their rotation."""
-    return _turn(keys, -torch.arange(position, position + keys.shape[-2]), rope, None)
+    return _turn(keys, range(-position, -position - keys.shape[-2], -1), rope, None)
 
 
-def _turn(keys: torch.Tensor, distances: torch.Tensor, rope: Rope, out: torch.Tensor | None) -> torch.Tensor:
+def _turn(keys: torch.Tensor, distances: range, rope: Rope, out: torch.Tensor | None) -> torch.Tensor:
     if out is None:
         out = torch.empty_like(keys)
     cos, sin = rope.angles(distances, keys.device)

@@ -10,7 +10,10 @@ from kvboost_rag.engine.cache import Slab, SlotCache
 from kvboost_rag.engine.codecs import CODECS, Packed
 from kvboost_rag.engine.rope import Rope, move, place
 
-BLOCK = 2**19  # numbers decoded and turned at once: few, so that a prompt never takes much more than its buffer
+# Numbers decoded and turned at once: few, so that a prompt never takes much more than its buffer. An accelerator that
+# gets them in small pieces waits for its calls.
+BLOCK = {"cpu": 2**19}
+OTHER_BLOCK = 2**25
 
 
 def stitch(assembled: Assembled, cache: SlotCache, rope: Rope, first: int = 0) -> int:
@@ -26,11 +29,13 @@ def stitch(assembled: Assembled, cache: SlotCache, rope: Rope, first: int = 0) -
         packed, start = placement.entry.packed, placement.chunk.start
         for slab in cache.slabs:
             target = slab.window(start, placement.chunk.end)
-            at_once = max(1, BLOCK // max(1, 2 * target.keys[0].numel()))
+            block = BLOCK.get(slab.device.type, OTHER_BLOCK)
+            at_once = max(1, block // max(1, 2 * target.keys[0].numel()))
             for layer in range(slab.first, slab.last, at_once):
                 layers = slice(layer, min(layer + at_once, slab.last))
                 _lay(packed, layers, start, target.of_layers(layers), rope.of_layers(layers.start, layers.stop))
         moved_bytes += packed.num_bytes
+    rope.let_go()
     return moved_bytes
 
 

@@ -32,6 +32,7 @@ POSITIONS = {
     "scattered": torch.arange(3, NUM_KEYS, 2),
     "the end": torch.arange(NUM_KEYS - 9, NUM_KEYS),
     "everything": torch.arange(NUM_KEYS),
+    "runs and gaps": torch.cat([torch.arange(0, 40, 3), torch.arange(50, 250), torch.arange(251, NUM_KEYS, 7)]),
     "one": torch.tensor([NUM_KEYS - 1]),
     "first and last": torch.tensor([0, NUM_KEYS - 1]),
 }
@@ -52,6 +53,16 @@ def test_equals_the_reference(heads: int, kv_heads: int, where: str, captured: b
     torch.testing.assert_close(result, expected, atol=1e-5, rtol=0)
     if capture is not None:
         torch.testing.assert_close(capture.scores, probabilities.amax((0, 1, 2)), atol=1e-5, rtol=0)
+
+
+def test_a_run_of_positions_goes_in_larger_blocks_than_scattered_ones() -> None:
+    cpu = torch.device("cpu")
+    for where, most in (("everything", 128), ("scattered", 32)):
+        blocks = Plan(POSITIONS[where], torch.float32).blocks(None, cpu)
+        assert max(block.last - block.first for block in blocks) == most
+        assert [block.first for block in blocks[1:]] == [block.last for block in blocks[:-1]]
+        assert blocks[-1].last == len(POSITIONS[where])
+        assert all(block.end == POSITIONS[where][block.last - 1] + 1 for block in blocks)
 
 
 def test_hidden_slots_are_seen_by_no_query() -> None:

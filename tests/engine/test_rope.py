@@ -52,3 +52,18 @@ def test_bfloat16_is_rotated_in_float32() -> None:
     rope, keys = Rope(INV_FREQ), torch.randn(1, 1, 64, 16).bfloat16()
     exact = move(keys.float(), 1000, rope)
     assert torch.equal(move(keys, 1000, rope), exact.bfloat16())
+
+
+def test_angles_are_kept_for_the_next_layers_and_never_for_another_place() -> None:
+    rope = Rope(torch.tensor([1.0, 0.1]))
+    device = torch.device("cpu")
+    first = rope.angles(range(3, 6), device)
+    assert rope.angles(range(3, 6), device)[0] is first[0]
+    for distances in (range(4, 7), range(3, 7), range(-3, -6, -1)):
+        expected = torch.tensor(list(distances), dtype=torch.float64)[:, None] * rope.inv_freq.double()
+        cos, sin = rope.angles(distances, device)
+        torch.testing.assert_close(cos, expected.cos().float(), atol=0, rtol=0)
+        torch.testing.assert_close(sin, expected.sin().float(), atol=0, rtol=0)
+    rope.let_go()
+    assert rope.angles(range(-3, -6, -1), device)[0] is not cos
+    assert Rope(torch.tensor([1.0, 0.2])).angles(range(3, 6), device)[0] is not first[0]
