@@ -9,67 +9,62 @@ in the same run. Files are in the system's cache, as those of a corpus in use ar
 
 from __future__ import annotations
 
-import argparse
-import json
-import platform
 import statistics
-import sys
 import tempfile
-import time
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
+import common
 import torch
+from workload import parts_of
 
-from kvboost_rag import KVBoost, __version__, hub
+from kvboost_rag import KVBoost
 from kvboost_rag.engine.assemble import assemble
 from kvboost_rag.engine.stitch import stitch
 from kvboost_rag.engine.store import TieredStore
-from kvboost_rag.engine.types import Segment
+from kvboost_rag.engine.types import Segment, total_tokens
 
-PASSAGES = Path(__file__).parent.parent / "examples" / "data" / "passages"
+KV_DTYPES = ("auto", "int8", "int4")
+BEFORE = Segment((1, 2, 3, 4, 5))  # so that every document has to move
 
 
-def measure(boost: KVBoost, text: str) -> dict[str, float]:
+def measure(boost: KVBoost, text: str, device: str) -> dict[str, float]:
     """Seconds for one warmed document, which memory has forgotten."""
     engine = boost.engine
     assert isinstance(engine.store, TieredStore)
     engine.store.memory.clear()
-    segments = [Segment((1, 2, 3, 4, 5)), Segment(boost.tokens.encode(text), document=True)]
-    with engine.lock:
-        started = time.perf_counter()
-        assembled = assemble(segments, engine.store, engine.model.fingerprint(), engine.cutting)
+    parts = parts_of(boost, text)
+    segments = [BEFORE, *parts]
+    ids = torch.tensor([token for part in parts for token in part.ids])
+    moved = []
+
+    def reload() -> None:
+        num_tokens = total_tokens(segments)
+        assembled = assemble(segments, engine.store, engine.model.fingerprint(num_tokens), engine.cutting)
+        assert all(placement.entry is not None for placement in assembled.placements[-len(parts) :])
         cache = engine.model.new_cache(assembled.num_tokens)
-        moved = stitch(assembled, cache, engine.model.rope())
-        loaded = time.perf_counter() - started
-        assert assembled.placements[-1].entry is not None
-        ids = torch.tensor(segments[1].ids)
-        started = time.perf_counter()
-        engine.model.forward(ids, engine.model.new_cache(len(ids)))
-        computed = time.perf_counter() - started
-    return {"tokens": len(ids), "bytes": moved, "load_seconds": loaded, "prefill_seconds": computed}
+        moved.append(stitch(assembled, cache, engine.model.rope(num_tokens)))
+
+    with engine.lock:
+        loaded = common.seconds(reload, device)
+        computed = common.seconds(lambda: engine.model.forward(ids, engine.model.new_cache(len(ids))), device)
+    return {"tokens": len(ids), "bytes": moved[0], "load_seconds": loaded, "prefill_seconds": computed}
 
 
-def run(num_documents: int, kv_dtype: str) -> dict[str, Any]:
-    texts = [p.read_text(encoding="utf-8").strip() for p in sorted(PASSAGES.glob("*.md"))][:num_documents]
-    loaded = hub.load(hub.bundled_model(), dtype=torch.float32)
+def run(model: Any, tokenizer: Any, texts: Sequence[str], kv_dtype: str, device: str) -> dict[str, Any]:
+    """One codec: the rows of all documents, and the median of prefill over reload."""
     with (
         tempfile.TemporaryDirectory() as folder,
-        KVBoost(loaded.model, loaded.tokenizer, cache_dir=folder, kv_dtype=kv_dtype) as boost,
+        KVBoost(model, tokenizer, cache_dir=folder, kv_dtype=kv_dtype) as boost,
     ):
-        boost.warm(texts)
-        measure(boost, texts[0])  # once before it counts
-        rows = [measure(boost, text) for text in texts]
+        boost.warm(texts, progress=False)
+        measure(boost, texts[0], device)  # once before it counts
+        rows = [measure(boost, text, device) for text in texts]
     ratio = statistics.median(row["prefill_seconds"] / row["load_seconds"] for row in rows)
     return {"kv_dtype": kv_dtype, "prefill_over_load": ratio, "documents": rows}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--documents", type=int, default=8)
-    parser.add_argument("--json", type=Path, help="write everything here")
-    arguments = parser.parse_args()
-    results = [run(arguments.documents, kv_dtype) for kv_dtype in ("auto", "int8", "int4")]
+def show(results: Sequence[dict[str, Any]]) -> None:
     for result in results:
         median = {key: statistics.median(row[key] for row in result["documents"]) for key in result["documents"][0]}
         print(
@@ -77,14 +72,17 @@ def main() -> None:
             f"{median['load_seconds'] * 1e3:.0f} ms, prefill {median['prefill_seconds'] * 1e3:.0f} ms, "
             f"{result['prefill_over_load']:.0f} times faster"
         )
-    if arguments.json:
-        arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        about = {
-            "command": " ".join(sys.argv),
-            "machine": f"{platform.machine()}, {torch.get_num_threads()} threads",
-            "versions": {"kvboost_rag": __version__, "torch": torch.__version__},
-        }
-        arguments.json.write_text(json.dumps({**about, "results": results}, indent=1), encoding="utf-8")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = common.parser(__doc__)
+    parser.add_argument("--documents", type=int, default=8, help="how many of the corpus (8)")
+    arguments = parser.parse_args(argv)
+    model, tokenizer = common.load(arguments)
+    texts = list(common.passages().values())[: arguments.documents]
+    results = [run(model, tokenizer, texts, kv_dtype, arguments.device) for kv_dtype in KV_DTYPES]
+    show(results)
+    common.save(arguments.json, {**common.about(arguments), "results": results})
 
 
 if __name__ == "__main__":
