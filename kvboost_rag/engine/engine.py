@@ -163,6 +163,7 @@ class Engine:
         cache = DynamicCache()  # without a config: sliding layers keep everything, as our own buffer does
         with _timed(report, "forward"):
             logits = self.model.forward(ids, cache)[-1]
+            self.model.settle()
         return Prefilled(ids, cache, logits, report)
 
     def repaired(
