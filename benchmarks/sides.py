@@ -23,7 +23,7 @@ from transformers import DynamicCache
 from kvboost_rag import KVBoost, Prompt
 from kvboost_rag.engine.types import Report
 
-QUESTION = "Who is the captain of the Marigold, and in what year was the Tide Clock finished?"
+QUESTION = "Who built the lighthouse?"
 FULL, PREFIX_CACHE = "full prefill", "perfect prefix cache"
 SLOW_SECONDS = 5.0  # a full prefill that takes longer is not warmed up a second time
 POINT_SECONDS = 90.0  # of full prefills for one point; fewer rounds where they would take longer
@@ -31,6 +31,9 @@ MIN_ROUNDS = 2
 TEXT_MARGIN = 40  # tokens by which a text of common.texts_of may be longer than asked for
 CACHE_BYTES = "16GB"
 FEW = 6  # documents, all orders of which are listed
+# A fast side runs that often each round, and the median counts: the first one behind seconds of full prefill finds the
+# processor as that left it, which is not how somebody finds it who asks questions.
+REPEATS = 3
 
 Ways = Mapping[str, Mapping[str, Any]]  # name of a side -> its options of KVBoost.generate
 Draw = Callable[[], Prompt]  # the prompt of the next round
@@ -167,14 +170,20 @@ def measure(
     one_full = timed[FULL]()
     timed |= dict(others or {})
     if prefix_cache:
-        timed[PREFIX_CACHE] = PrefixCache(bench, first, next(iter(sides.values())).reports[0].num_live_tokens)
+        timed[PREFIX_CACHE] = repeated(PrefixCache(bench, first, next(iter(sides.values())).reports[0].num_live_tokens))
+    fast = {name: repeated(side) for name, side in sides.items()}
     num_rounds = rounds or max(MIN_ROUNDS, min(bench.max_rounds, int(POINT_SECONDS / one_full)))
-    taken = common.alternate(timed | sides, num_rounds, warmups=int(one_full < SLOW_SECONDS))
+    taken = common.alternate(timed | fast, num_rounds, warmups=int(one_full < SLOW_SECONDS))
     for name, side in sides.items():
         found = {report.num_document_hits for report in side.reports}
         if found != {num_hits}:
             raise RuntimeError(f"{name}: {num_hits} documents were to be found, but {sorted(found)} were")
-    return point(taken, {name: side.reports[-num_rounds:] for name, side in sides.items()})
+    return point(taken, {name: side.reports[-num_rounds * REPEATS :] for name, side in sides.items()})
+
+
+def repeated(side: Callable[[], float]) -> Callable[[], float]:
+    """``side`` several times, of which the median counts."""
+    return lambda: statistics.median(side() for _ in range(REPEATS))
 
 
 def point(taken: Mapping[str, Sequence[float]], reports: Mapping[str, Sequence[Report]]) -> Point:
@@ -192,7 +201,9 @@ def point(taken: Mapping[str, Sequence[float]], reports: Mapping[str, Sequence[R
             row["over_prefix_cache"] = common.ratio(seconds, taken[PREFIX_CACHE])
         if name in reports:
             row |= _counts(reports[name])
-            row["forward_share_of_full"] = common.ratio([r.seconds["forward"] for r in reports[name]], full)
+            steps = iter([report.seconds["forward"] for report in reports[name]])
+            forward = [repeated(steps.__next__)() for _ in full]  # those of a round
+            row["forward_share_of_full"] = common.ratio(forward, full)
         rows[name] = row
     size = statistics.median(r.num_prompt_tokens for each in reports.values() for r in each)
     return {"num_prompt_tokens": size, "rounds": len(full), "sides": rows}

@@ -29,7 +29,7 @@ from typing import Any
 
 import common
 import torch
-from sides import FULL, QUESTION, Bench, Draw, Point, Stock, Ways, drawing, measure, orders, show
+from sides import FULL, QUESTION, REPEATS, Bench, Draw, Point, Stock, Ways, drawing, measure, orders, show
 
 from kvboost_rag import Prompt
 
@@ -102,7 +102,7 @@ def _hits(bench: Bench, num_hits: int, num_tokens: int) -> Callable[[], Point]:
     they would be kept as by-products and hit the next time."""
 
     def run() -> Point:
-        calls = (len(USUAL) + 1) * (bench.max_rounds + 2) + 1  # each side's rounds, first run and warm-up; PrefixCache
+        calls = (len(USUAL) * REPEATS + 1) * (bench.max_rounds + 2) + 1  # each side's rounds, first run and warm-up
         fresh = (NUM_DOCUMENTS - num_hits) * calls
         texts = bench.texts(NUM_DOCUMENTS, num_tokens, NUM_DOCUMENTS + fresh)
         warm, unseen = texts[:NUM_DOCUMENTS], iter(texts[NUM_DOCUMENTS:])

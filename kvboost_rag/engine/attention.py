@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 
 BLOCK_QUERIES = {"cpu": 32}  # where blocks were measured to pay
+FEW_QUERIES = {"cpu": 64}  # go in one block, wherever they are
 RUN_QUERIES = {"cpu": 128}  # of a block whose positions follow one another: next to nothing is cut there
 OTHER_BLOCK_QUERIES = 1024  # elsewhere only memory cuts
 
@@ -104,11 +105,14 @@ class Plan:
 
     def _blocks(self, window: int | None, device: torch.device) -> Iterator[Block]:
         positions = self.positions if self.on_host is None else self.on_host
+        few, at_once, run = (
+            size.get(device.type, OTHER_BLOCK_QUERIES) for size in (FEW_QUERIES, BLOCK_QUERIES, RUN_QUERIES)
+        )
         first, num_queries = 0, positions.shape[0]
         while first < num_queries:
-            last = min(first + RUN_QUERIES.get(device.type, OTHER_BLOCK_QUERIES), num_queries)
-            if int(positions[last - 1]) - int(positions[first]) >= last - first:  # not one run
-                last = min(first + BLOCK_QUERIES.get(device.type, OTHER_BLOCK_QUERIES), num_queries)
+            last = min(first + run, num_queries)
+            if num_queries > few and int(positions[last - 1]) - int(positions[first]) >= last - first:  # not one run
+                last = min(first + at_once, num_queries)
             start = 0 if window is None else max(0, int(positions[first]) - window + 1)
             end = int(positions[last - 1]) + 1
             mask = additive_mask(self.positions[first:last], start, end, self.dtype, window, self.hidden).to(device)

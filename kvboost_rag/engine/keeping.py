@@ -47,18 +47,20 @@ class Keeper:
         """Store what a prompt computed from position ``first`` on and a later one may reuse. Returns how many tokens
         were stored.
 
-        That is the run of text before the first document (a chain's fixed opening) and documents that missed. They
+        That is the run of text before the first document (a chain's fixed opening), documents that missed, and text
+        between documents as long as all is exact: the same documents in the same order are then one exact prefix. They
         never displace warmed documents.
         """
         if not self.model.lasting(assembled.num_tokens):
             return 0
         exact, opening = True, True
         num_stored = 0
-        for placement in assembled.placements:
+        last = max((n for n, each in enumerate(assembled.placements) if each.chunk.document), default=-1)
+        for number, placement in enumerate(assembled.placements):
             exact = exact and placement.fidelity is not Fidelity.APPROXIMATE
             opening = opening and not placement.chunk.document
             new = placement.entry is None and placement.chunk.start >= first
-            if new and (placement.chunk.document or opening):
+            if new and (placement.chunk.document or opening or (exact and number < last)):
                 num_stored += len(placement.chunk) if self._as_computed(placement, copy_out, exact).stored else 0
         return num_stored
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-Angles = tuple[tuple[range, torch.device], tuple[torch.Tensor, torch.Tensor]]
+Angles = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,9 @@ class Rope:
 
     inv_freq: torch.Tensor
     interleaved: bool = False
-    _latest: list[Angles] = field(default_factory=list, repr=False, compare=False)  # a chunk asks once per few layers
+    _latest: list[tuple[range, torch.device, Angles]] = field(
+        default_factory=list, repr=False, compare=False
+    )  # a chunk asks once per few layers
 
     @property
     def rotary_dim(self) -> int:
@@ -39,18 +41,21 @@ class Rope:
             return self
         return Rope(self.inv_freq[first:last], self.interleaved)
 
-    def angles(self, distances: range, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosine and sine of moves by ``distances`` (tokens), float32, for (layers, kv_heads, tokens, pairs)."""
-        for asked, known in tuple(self._latest):
-            if asked == (distances, device):
+    def angles(self, distances: range, device: torch.device) -> Angles:
+        """Cosine and sine of moves by ``distances`` (tokens), float32, for (layers, kv_heads, tokens, pairs), and the
+        cosine again for every channel of a pair, (layers, kv_heads, tokens, rotary_dim)."""
+        for asked, place, known in tuple(self._latest):
+            if (asked, place) == (distances, device):
                 return known
         # float64 keeps long distances exact: at 100,000 tokens a float32 angle is off by 0.004.
         steps = torch.arange(distances.start, distances.stop, distances.step, dtype=torch.float64)
         angle = steps[:, None] * self.inv_freq.double()[..., None, :]
         if angle.dim() == 3:
             angle = angle[:, None]
-        found = angle.cos().float().to(device), angle.sin().float().to(device)
-        self._latest[:] = [((distances, device), found)]
+        cos, sin = angle.cos().float(), angle.sin().float()
+        wide = cos.repeat_interleave(2, -1) if self.interleaved else torch.cat([cos, cos], -1)
+        found = cos.to(device), sin.to(device), wide.to(device)
+        self._latest[:] = [(distances, device, found)]
         return found
 
     def let_go(self) -> None:
@@ -89,12 +94,13 @@ def displace(keys: torch.Tensor, position: int, rope: Rope) -> torch.Tensor:
 def _turn(keys: torch.Tensor, distances: range, rope: Rope, out: torch.Tensor | None) -> torch.Tensor:
     if out is None:
         out = torch.empty_like(keys)
-    cos, sin = rope.angles(distances, keys.device)
+    cos, sin, wide = rope.angles(distances, keys.device)
     first, second = (half.float() for half in rope.pairs(keys))
     first_out, second_out = rope.pairs(out)
     if out.dtype == torch.float32:
-        torch.mul(first, cos, out=first_out).addcmul_(second, sin, value=-1)
-        torch.mul(second, cos, out=second_out).addcmul_(first, sin)
+        torch.mul(keys[..., : rope.rotary_dim], wide, out=out[..., : rope.rotary_dim])  # all channels in one pass
+        first_out.addcmul_(second, sin, value=-1)
+        second_out.addcmul_(first, sin)
     else:
         turned = (first * cos).addcmul_(second, sin, value=-1)
         first_out.copy_(turned)

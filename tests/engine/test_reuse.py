@@ -108,9 +108,25 @@ def test_what_a_prompt_computed_in_full_is_exact_next_time() -> None:
     prefill(engine, first)
     again = [HEADER, A, SEP, B, Segment(ids(105, 5))]
     result = prefill(engine, again)
-    # the separator between the documents is not kept, so the chain of prefixes ends with the first document
-    assert result.report.documents[0].fidelity is Fidelity.EXACT
-    assert_same(prefill(engine, again, FullRepair()).logits, cold(engine, again))
+    assert [d.fidelity for d in result.report.documents] == [Fidelity.EXACT, Fidelity.EXACT]
+    assert result.report.num_live_tokens == 5
+    assert_same(result.logits, cold(engine, again))
+
+
+def test_the_same_documents_in_the_same_order_are_one_prefix() -> None:
+    engine = make()
+    prefill(engine, [HEADER, A, SEP, B, SEP, C, QUESTION])
+    result = prefill(engine, [HEADER, A, SEP, B, SEP, C, Segment(ids(105, 5))], mode="prefix")
+    assert result.report.num_live_tokens == 5
+    assert result.report.num_exact_tokens == result.report.num_prompt_tokens - 5
+    other = prefill(engine, [HEADER, B, SEP, A, SEP, C, Segment(ids(105, 5))], mode="prefix")
+    assert other.report.num_exact_tokens == len(HEADER.ids)
+
+
+def test_text_behind_the_last_document_is_not_kept() -> None:
+    engine = make()
+    prefill(engine, [HEADER, A, SEP, QUESTION])
+    assert engine.store.stats().num_entries == 2
 
 
 def test_what_stands_behind_approximate_kv_is_never_served_as_exact() -> None:
