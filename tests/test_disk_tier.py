@@ -136,3 +136,17 @@ def test_a_folder_that_is_a_file(tmp_path: Path) -> None:
     with pytest.raises(OptionError, match="folder"):
         KVBoost(model, build_tokenizer(), cache_dir=tmp_path / "file")
     assert model.config._attn_implementation == own
+
+
+def test_one_exact_prefix_is_one_in_the_next_process_too(tmp_path: Path) -> None:
+    """The text between documents is the same everywhere; only the one behind the right prefix is of use."""
+    texts = [document(n) for n in range(3)]
+    with opened(tmp_path) as first:
+        first.generate(first.prompt(texts, "why?"), max_new_tokens=1)
+        repeated = first.prefill(first.prompt(texts, "who?"), mode="prefix").report
+    assert repeated.num_document_hits == 3
+    for mode in ("prefix", "reuse"):
+        with opened(tmp_path) as second:
+            report = second.prefill(second.prompt(texts, "who?"), mode=mode).report
+            assert report.num_exact_tokens == repeated.num_exact_tokens
+            assert report.num_approximate_tokens == report.num_repaired_tokens == 0

@@ -94,14 +94,13 @@ def assemble(
     leading = True
     for chunk, keys in zip(chunks, chunk_keys(chunks, fingerprint), strict=True):
         movable = chunk.document or len(chunk) >= MIN_MOVED_TEXT_TOKENS
-        hit = store.find(keys, np.asarray(chunk.ids, dtype=np.int64)) if leading or mode == "reuse" else None
-        if hit is not None and hit[1] is Fidelity.APPROXIMATE and not movable:
-            hit = None
+        ids, anywhere = np.asarray(chunk.ids, dtype=np.int64), movable and mode == "reuse"
+        hit = store.find(keys, ids, anywhere) if leading or mode == "reuse" else None
         leading = leading and hit is not None and hit[1] is Fidelity.EXACT
         if hit is None or (mode == "prefix" and not leading):
             placements.append(Placement(chunk, keys, Fidelity.MISS))
         else:
             placements.append(Placement(chunk, keys, hit[1], hit[0]))
-    ids = torch.tensor([token for chunk in chunks for token in chunk.ids], dtype=torch.int64)
-    num_sinks = len(sink_positions(len(ids), cutting.sinks))
-    return Assembled(ids, tuple(placements), num_sinks, cutting.read_together)
+    whole = torch.tensor([token for chunk in chunks for token in chunk.ids], dtype=torch.int64)
+    num_sinks = len(sink_positions(len(whole), cutting.sinks))
+    return Assembled(whole, tuple(placements), num_sinks, cutting.read_together)

@@ -108,6 +108,7 @@ class Plan:
         few, at_once, run = (
             size.get(device.type, OTHER_BLOCK_QUERIES) for size in (FEW_QUERIES, BLOCK_QUERIES, RUN_QUERIES)
         )
+        run = at_once if self.capture is not None else run  # probabilities are held for all rows of a block
         first, num_queries = 0, positions.shape[0]
         while first < num_queries:
             last = min(first + run, num_queries)

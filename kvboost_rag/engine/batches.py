@@ -62,7 +62,7 @@ def prefill_batch(engine: Engine, prompts: Sequence[Prompt], repair: Repair, roo
     if any(p.entry is None for p in rows[0].placements if p.chunk.end <= num_shared):
         # what all would compute is computed once, and kept if it is worth keeping
         front = engine.prefill(_front(prompts[0], num_shared), repair)
-        engine.keep(front)
+        engine.keep(front, followed=True)
         num_fresh = front.report.num_stored_tokens
         rows = _lookup(engine, prompts)
         num_shared = common_prefix(rows)

@@ -196,10 +196,11 @@ class Engine:
             return None
         return key_deviation(self.model, assembled.ids, spans[-1].end, cache, probe.layer, probe.measure)
 
-    def keep(self, prefilled: Prefilled) -> None:
+    def keep(self, prefilled: Prefilled, followed: bool = False) -> None:
         """Store what this prompt computed and a later one may reuse; see ``Keeper``. The caller holds ``lock``."""
         if prefilled.assembled is not None:
-            prefilled.report.num_stored_tokens += self.keeper.by_products(prefilled.assembled, prefilled.cache.copy_out)
+            stored = self.keeper.by_products(prefilled.assembled, prefilled.cache.copy_out, followed=followed)
+            prefilled.report.num_stored_tokens += stored
 
     def warm(
         self,

@@ -43,19 +43,20 @@ class Keeper:
         self.model, self.store, self.cutting, self.config, self.costs = model, store, cutting, config, costs
         self.num_kept_wider = 0  # documents that the codec asked for would have changed too much
 
-    def by_products(self, assembled: Assembled, copy_out: CopyOut, first: int = 0) -> int:
+    def by_products(self, assembled: Assembled, copy_out: CopyOut, first: int = 0, followed: bool = False) -> int:
         """Store what a prompt computed from position ``first`` on and a later one may reuse. Returns how many tokens
         were stored.
 
         That is the run of text before the first document (a chain's fixed opening), documents that missed, and text
-        between documents as long as all is exact: the same documents in the same order are then one exact prefix. They
-        never displace warmed documents.
+        between documents as long as all is exact: the same documents in the same order are then one exact prefix.
+        ``followed``: more of them come behind this one. By-products never displace warmed documents.
         """
         if not self.model.lasting(assembled.num_tokens):
             return 0
         exact, opening = True, True
         num_stored = 0
         last = max((n for n, each in enumerate(assembled.placements) if each.chunk.document), default=-1)
+        last = len(assembled.placements) if followed else last
         for number, placement in enumerate(assembled.placements):
             exact = exact and placement.fidelity is not Fidelity.APPROXIMATE
             opening = opening and not placement.chunk.document

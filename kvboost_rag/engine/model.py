@@ -5,6 +5,7 @@ Knows what the probe found, the model's buffers and its identity; knows nothing 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import threading
@@ -179,6 +180,8 @@ class Model:
             self._uninstall()
             self._uninstall = None
             self._spare = None
+            if hasattr(self, "_runner"):
+                self._runner.products = contextlib.nullcontext()  # with its copies of the weights
             for hook in getattr(self, "_hooks", ()):
                 hook.remove()
 

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 import torch.nn.functional as F
@@ -37,14 +37,19 @@ class Product:
         if pack:
             self._copy = torch.ops.mkldnn._reorder_linear_weight(layer.weight.detach())
 
-    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
-        """``rows`` (..., in): (..., out), as the layer's own forward gives it."""
+    def __call__(self, input: torch.Tensor) -> torch.Tensor:
+        """``input`` (..., in): (..., out), as the layer's own forward gives it."""
         weight, bias = self._layer.weight, self._layer.bias
-        few = rows.numel() < MIN_ROWS * weight.shape[1]
-        if few or rows.dtype is not torch.float32 or not getattr(self._running, "depth", 0):
-            return F.linear(rows, weight, bias)
-        unchanged = weight is self._weight and weight._version == self._version
-        return _onednn(rows, self._copy if self._copy is not None and unchanged else weight, bias)
+        few = input.numel() < MIN_ROWS * weight.shape[1]
+        other = weight is not self._weight or input.dtype is not torch.float32 or input.device.type != "cpu"
+        if few or other or not getattr(self._running, "depth", 0):
+            return F.linear(input, weight, bias)
+        unchanged = weight._version == self._version
+        return _onednn(input, self._copy if self._copy is not None and unchanged else weight, bias)
+
+    def __reduce__(self) -> Any:
+        """A copy of the model that is made meanwhile gets its layer's own forward."""
+        return getattr, (self._layer, "forward")
 
 
 class Products:
@@ -96,6 +101,7 @@ def _layers(module: torch.nn.Module) -> list[Linear]:
         part
         for part in module.modules()
         if type(part) is Linear
+        and type(part.weight) is torch.nn.Parameter  # not a quantised one, which multiplies in its own way
         and id(part.weight) not in vocabulary
         and part.weight.numel() >= MIN_WEIGHTS
         and part.weight.dtype is torch.float32
@@ -110,22 +116,39 @@ def _vocabulary(module: Any) -> list[torch.nn.Module]:
 
 
 Context = AbstractContextManager[None]
-_made: WeakKeyDictionary[torch.nn.Module, dict[int, Context]] = WeakKeyDictionary()
+_made: WeakKeyDictionary[torch.nn.Module, WeakValueDictionary[Any, Any]] = WeakKeyDictionary()
 _made_lock = threading.Lock()
 
 
 def products(module: torch.nn.Module, max_packed_bytes: int) -> Context:
     """What the planned forwards of ``module`` run in: ``Products``, or nothing where they would not be faster.
 
-    Engines over one model share it.
+    Engines over one model share it while its weights are what they were; with the last of them it is gone.
     """
     with _made_lock:
-        by_budget = _made.setdefault(module, {})
-        if max_packed_bytes not in by_budget:
-            largest = max((layer.weight for layer in _layers(module)), key=torch.Tensor.numel, default=None)
-            faster = largest is not None and _pays(largest)
-            by_budget[max_packed_bytes] = Products(module, max_packed_bytes) if faster else nullcontext()
-        return by_budget[max_packed_bytes]
+        made, layers = _made.setdefault(module, WeakValueDictionary()), _layers(module)
+        key = max_packed_bytes, tuple((id(layer.weight), _state(layer.weight)) for layer in layers)
+        found: Context | None = made.get(key)
+        if found is None:
+            largest = max((layer.weight for layer in layers), key=torch.Tensor.numel, default=None)
+            found = made[key] = _make(module, max_packed_bytes, largest)
+        return found
+
+
+def _make(module: torch.nn.Module, max_packed_bytes: int, largest: torch.Tensor | None) -> Context:
+    if largest is None or not _pays(largest):
+        return nullcontext()
+    try:
+        return Products(module, max_packed_bytes)
+    except (RuntimeError, MemoryError):  # no room for the copies
+        return nullcontext()
+
+
+def _state(weight: torch.Tensor) -> bytes:
+    """Some of its numbers. Writing through ``.data``, as merging an adapter does, changes no version."""
+    flat = weight.detach().reshape(-1)
+    sample = flat[:: max(1, flat.numel() // 32)][:32]
+    return sample.numpy().tobytes()
 
 
 @torch.no_grad()

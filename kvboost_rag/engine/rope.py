@@ -55,7 +55,8 @@ class Rope:
         cos, sin = angle.cos().float(), angle.sin().float()
         wide = cos.repeat_interleave(2, -1) if self.interleaved else torch.cat([cos, cos], -1)
         found = cos.to(device), sin.to(device), wide.to(device)
-        self._latest[:] = [(distances, device, found)]
+        if self.inv_freq.dim() == 1:  # else each few layers have a rope of their own, and all at once is much to keep
+            self._latest[:] = [(distances, device, found)]
         return found
 
     def let_go(self) -> None:

@@ -89,6 +89,12 @@ class StoreContract:
         store.put(one)
         assert get(store, one) == (one, Fidelity.APPROXIMATE)
 
+    def test_without_anywhere_only_the_exact_prefix_is_looked_for(self, store: Store):
+        document, passing = warmed(1, 2), entry(1, 2, behind=b"header")
+        filled(store, [document, passing])
+        assert store.find(passing.keys, passing.ids, anywhere=False) == (passing, Fidelity.EXACT)
+        assert store.find(keys_of((1, 2), b"else"), passing.ids, anywhere=False) is None
+
     def test_the_exact_entry_is_preferred_over_the_contents(self, store: Store):
         document, passing = warmed(1, 2), entry(1, 2, behind=b"header")
         filled(store, [document, passing])

@@ -93,10 +93,11 @@ class Store(ABC):
         return ""
 
     @abstractmethod
-    def find(self, keys: ChunkKeys, ids: npt.NDArray[np.int64]) -> tuple[Entry, Fidelity] | None:
+    def find(self, keys: ChunkKeys, ids: npt.NDArray[np.int64], anywhere: bool = True) -> tuple[Entry, Fidelity] | None:
         """The lookup cascade of the paper's section 4.2.1: prefix hash, then content hash.
 
-        A hit counts only if the entry's token ids equal ``ids``. Marks the entry as used.
+        Without ``anywhere`` only what was computed behind exactly that prefix is looked for. A hit counts only if the
+        entry's token ids equal ``ids``. Marks the entry as used.
         """
 
     @abstractmethod

@@ -88,9 +88,15 @@ class DiskStore:
 
     # Reading
 
-    def load(self, keys: ChunkKeys, ids: npt.NDArray[np.int64]) -> tuple[Entry, Fidelity] | None:
-        """Behind this prefix first, then by content; the entry's token ids equal ``ids``. Marks it as used."""
+    def load(self, keys: ChunkKeys, ids: npt.NDArray[np.int64], anywhere: bool = True) -> tuple[Entry, Fidelity] | None:
+        """Behind this prefix first, then (``anywhere``) by content; the entry's token ids equal ``ids``. Marks it as
+        used."""
+        if not anywhere and not self.holds(keys):
+            return None
         for name in self._candidates(keys.content, keys.prefix):
+            exact = name.exact and name.prefix == keys.prefix
+            if not (exact or anywhere):
+                continue
             try:
                 entry = entryfile.read(self.path / str(name))
             except (OSError, MemoryError, BrokenFileError) as error:
@@ -103,7 +109,7 @@ class DiskStore:
                 self._num_hits += 1
                 self._known.add(name.content)
                 self._folder.touch(name)
-            return entry, Fidelity.EXACT if name.exact and name.prefix == keys.prefix else Fidelity.APPROXIMATE
+            return entry, Fidelity.EXACT if exact else Fidelity.APPROXIMATE
         return None
 
     def peek(self, content: bytes) -> Entry | None:

@@ -55,11 +55,11 @@ class MemoryStore(Store):
     def identity(self) -> str:
         return self._identity
 
-    def find(self, keys: ChunkKeys, ids: npt.NDArray[np.int64]) -> tuple[Entry, Fidelity] | None:
+    def find(self, keys: ChunkKeys, ids: npt.NDArray[np.int64], anywhere: bool = True) -> tuple[Entry, Fidelity] | None:
         with self._lock:
             for entry, fidelity in (
                 (self._exact.get(keys.prefix), Fidelity.EXACT),
-                (self._best(keys.content), Fidelity.APPROXIMATE),
+                (self._best(keys.content) if anywhere else None, Fidelity.APPROXIMATE),
             ):
                 if entry is None:
                     continue

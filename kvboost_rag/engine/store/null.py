@@ -14,7 +14,7 @@ from kvboost_rag.engine.types import ChunkKeys, Fidelity
 class NullStore(Store):
     tier: ClassVar[str] = "none"
 
-    def find(self, keys: ChunkKeys, ids: npt.NDArray[np.int64]) -> tuple[Entry, Fidelity] | None:
+    def find(self, keys: ChunkKeys, ids: npt.NDArray[np.int64], anywhere: bool = True) -> tuple[Entry, Fidelity] | None:
         return None
 
     def peek(self, content: bytes) -> Entry | None:

@@ -48,19 +48,21 @@ class TieredStore(Store):
     def identity(self) -> str:
         return self.disk.identity
 
-    def find(self, keys: ChunkKeys, ids: npt.NDArray[np.int64]) -> tuple[Entry, Fidelity] | None:
+    def find(self, keys: ChunkKeys, ids: npt.NDArray[np.int64], anywhere: bool = True) -> tuple[Entry, Fidelity] | None:
         """Memory, behind the prefix and then by content; then the disk in the same way (paper, section 4.2.1)."""
-        hit = self.memory.find(keys, ids)
+        hit = self.memory.find(keys, ids, anywhere)
         if hit is None:
             with self._lock:
-                hit = self.memory.find(keys, ids)  # another thread may have brought it while this one waited
+                hit = self.memory.find(keys, ids, anywhere)  # another thread may have brought it while this one waited
                 if hit is None:
-                    return self._bring(keys, ids)
+                    return self._bring(keys, ids, anywhere)
         self._from_disk.pop(id(hit[0]), None)
         return hit
 
-    def _bring(self, keys: ChunkKeys, ids: npt.NDArray[np.int64]) -> tuple[Entry, Fidelity] | None:
-        hit = self.disk.load(keys, ids)
+    def _bring(
+        self, keys: ChunkKeys, ids: npt.NDArray[np.int64], anywhere: bool = True
+    ) -> tuple[Entry, Fidelity] | None:
+        hit = self.disk.load(keys, ids, anywhere)
         if hit is None:
             self._num_misses += 1
             return None
