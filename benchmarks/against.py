@@ -130,7 +130,7 @@ def asked_for(arguments: argparse.Namespace) -> list[tuple[Path, str, list[str]]
     """``(interpreter, script, its options)`` of the peers that were given; a line for each that was not."""
     asked: list[tuple[Path, str, list[str]]] = []
     for option, script, runs in (
-        ("kvboost", "ask_kvboost.py", [["default"], [arguments.dtype]]),
+        ("kvboost", "ask_kvboost.py", [[dtype] for dtype in arguments.kvboost_dtypes or ("default", arguments.dtype)]),
         ("vllm", "ask_vllm.py", [[]]),
         ("llama_cpp", "ask_llama_cpp.py", [[]]),
     ):

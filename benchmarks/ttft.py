@@ -182,6 +182,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--max-seconds", type=float, help="start no new point after that")
     for peer in ("kvboost", "vllm", "llama-cpp"):
         parser.add_argument(f"--peer-{peer}", type=Path, metavar="PYTHON", help="interpreter of its environment")
+    parser.add_argument("--kvboost-dtypes", nargs="+", metavar="DTYPE", help="its own 'default' and ours, if not given")
     return parser.parse_args()
 
 
