@@ -22,6 +22,7 @@ COLOURS = {
     "CHUNK_REUSE": "#1f77b4",
     "INGESTED": "#2a9d5c",
     "INGESTED_NONE": "#95c8a8",
+    "INGESTED_FIRST": "#146c43",
 }
 PAPER_SPEEDUPS = {"0-500": 3.34, "2K+": 4.84}  # of KVBoost, by bucket: all that the text tells
 REUSE_BINS = 10

@@ -13,6 +13,8 @@ in one process, over one model; which one begins changes from sample to sample. 
     CHUNK_REUSE     mode="reuse": reuses documents wherever they stand; begins empty
     INGESTED        mode="reuse", every document warmed before the first question; this product's normal case
     INGESTED_NONE   the same with repair="none"
+    INGESTED_FIRST  the prompts' beginning is known when documents are warmed (warm(header=..., first=True)): exact
+                    where the document comes first
 
 Documents are warmed as many at a time as ``--cache`` holds; that is timed by itself and counts in no sample. Where the
 document stands first (``--layout leading``, as in the paper's section 6.1) a prefix cache finds all there is to find:

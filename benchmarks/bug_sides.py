@@ -41,7 +41,10 @@ CONDITIONS = {
     "CHUNK_REUSE": Condition("reuse", {"mode": "reuse"}),
     "INGESTED": Condition("ingested", {"mode": "reuse"}),
     "INGESTED_NONE": Condition("ingested", {"mode": "reuse", "repair": "none"}),
+    "INGESTED_FIRST": Condition("first", {"mode": "reuse"}),
 }
+WARMED = ("ingested", "first")  # engines that read everything before the first question
+VERSIONS = {"ingested": 1, "first": 2}  # of each document that they keep
 
 
 class Side:
@@ -106,13 +109,13 @@ class Runner:
 
     def __init__(self, model: Any, tokenizer: Any, names: Sequence[str], cache: str, layout: str = "leading"):
         self.conditions = {name: CONDITIONS[name] for name in names}
-        budgets = {c.engine: cache if c.engine == "ingested" else PASSING_BYTES for c in self.conditions.values()}
+        budgets = {c.engine: cache if c.engine in WARMED else PASSING_BYTES for c in self.conditions.values()}
         self.sides = {
             engine: Side(KVBoost(model, tokenizer, max_cache_bytes=budget)) for engine, budget in budgets.items()
         }
         self.any = next(iter(self.sides.values())).boost
         self.letters, self.layout = letter_ids(self.any), layout
-        self.warming: list[dict[str, float]] = []
+        self.warming: list[dict[str, Any]] = []
         self.store_bytes = dict.fromkeys(self.conditions, 0)
 
     def count_tokens(self, text: str) -> int:
@@ -133,20 +136,27 @@ class Runner:
         left = list(groups)
         while left:
             number = len(left)
-            if "ingested" in self.sides:
-                fitting = self.sides["ingested"].boost.estimate([group.document for group in left]).num_fitting
-                number = max(1, fitting)
+            for engine in self._warmed():
+                fitting = self.sides[engine].boost.estimate([group.document for group in left]).num_fitting
+                number = min(number, max(1, fitting // VERSIONS[engine]))
             yield left[:number]
             left = left[number:]
 
     def ingest(self, shelf: Sequence[Group]) -> None:
-        if "ingested" not in self.sides:
-            return
-        boost = self.sides["ingested"].boost
-        boost.clear()
-        report = boost.warm([group.document for group in shelf], progress=False)
-        common.log(str(report))
-        self.warming.append({"num_tokens": report.num_tokens, "seconds": report.seconds})
+        """Warm the documents of a shelf. ``first`` knows what its prompts begin with, and keeps a second version of
+        each document straight behind that."""
+        texts = [group.document for group in shelf]
+        for engine in self._warmed():
+            boost = self.sides[engine].boost
+            boost.clear()
+            beginning = render(boost, texts[0], shelf[0].questions[0], 0, self.layout)
+            known: dict[str, Any] = {"header": beginning, "first": True} if engine == "first" else {}
+            report = boost.warm(texts, progress=False, **known)
+            common.log(f"{engine}: {report}")
+            self.warming.append({"engine": engine, "num_tokens": report.num_tokens, "seconds": report.seconds})
+
+    def _warmed(self) -> list[str]:
+        return [engine for engine in WARMED if engine in self.sides]
 
     def sample(self, group: Group, index: int, number: int) -> Record:
         """The question ``index`` of a group, in every condition; ``number`` of the sample says which one begins."""

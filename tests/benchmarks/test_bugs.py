@@ -149,6 +149,8 @@ def test_later_questions_find_the_document_and_the_ingested_one_is_found_at_once
             assert (sides[name]["num_exact_tokens"] > size) == (not record["first"])
             assert sides[name]["agrees"] and sides[name]["kl"] < 1e-4
         assert sides["INGESTED"]["num_approximate_tokens"] > 0.8 * size
+        assert sides["INGESTED_FIRST"]["num_exact_tokens"] > 0.8 * size
+        assert sides["INGESTED_FIRST"]["num_repaired_tokens"] == 0
         assert sides["INGESTED"]["num_repaired_tokens"] > 0 == sides["INGESTED_NONE"]["num_repaired_tokens"]
         assert all(side["ttft_seconds"] > 0 for side in sides.values())
     assert {record["began"] for record in records} == set(records[0]["sides"])
