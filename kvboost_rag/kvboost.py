@@ -103,17 +103,15 @@ class KVBoost(Reading, Asking):
         Raises ModelNotFoundError, UnsupportedModelError, OptionError.
         """
         engine_options(options)  # before a model is loaded for nothing
+        loading = dict(model_kwargs or {})
+        for option, value, usual in (("dtype", dtype, "auto"), ("device_map", device_map, None)):
+            if option in loading and value is not usual and value != loading[option]:
+                raise OptionError(f"{option}={value!r} and model_kwargs say {loading[option]!r}: give it once")
+            loading.setdefault(option, value)
         if model is None or tokenizer is None:
             if model_name is None:
                 raise OptionError("from_pretrained needs a model name or folder, or both model= and tokenizer=")
-            loaded = hub.load(
-                model_name,
-                dtype=dtype,
-                device_map=device_map,
-                need_model=model is None,
-                need_tokenizer=tokenizer is None,
-                **dict(model_kwargs or {}),
-            )
+            loaded = hub.load(model_name, need_model=model is None, need_tokenizer=tokenizer is None, **loading)
             model, tokenizer = model or loaded.model, tokenizer or loaded.tokenizer
         if device is not None:
             model = model.to(device)

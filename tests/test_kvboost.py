@@ -531,3 +531,16 @@ def test_engine_of_finds_the_engine(boost: KVBoost) -> None:
 def test_pieces_may_be_given_as_message_content(warm_boost: KVBoost) -> None:
     message = {"role": "user", "content": [Piece("Read: "), Piece(DOCUMENTS[0], "document"), Piece("\nwhich?")]}
     assert warm_boost.prefill([message], auto_detect=False).report.num_document_hits == 1
+
+
+def test_dtype_may_be_said_in_model_kwargs_but_not_twice_differently(tmp_path: Any) -> None:
+    build_model().save_pretrained(tmp_path)
+    build_tokenizer().save_pretrained(tmp_path)
+    for said in (
+        {"model_kwargs": {"dtype": torch.bfloat16}},
+        {"dtype": torch.bfloat16, "model_kwargs": {"dtype": torch.bfloat16}},
+    ):
+        with KVBoost.from_pretrained(tmp_path, **said) as boost:
+            assert boost.engine.model.dtype is torch.bfloat16
+    with pytest.raises(OptionError, match=r"dtype=torch.float32 and model_kwargs say torch.bfloat16"):
+        KVBoost.from_pretrained(tmp_path, dtype=torch.float32, model_kwargs={"dtype": torch.bfloat16})
