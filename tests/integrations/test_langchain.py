@@ -10,9 +10,8 @@ import warnings
 from typing import Any
 
 import pytest
-from conftest import build_model, document, embed
+from conftest import build_model, document
 from langchain_core.documents import Document
-from langchain_core.embeddings import Embeddings
 from langchain_core.messages import AIMessage, HumanMessage, SystemMessage, ToolMessage
 from langchain_core.output_parsers import StrOutputParser
 from langchain_core.prompts import ChatPromptTemplate
@@ -20,18 +19,11 @@ from langchain_core.runnables import RunnablePassthrough
 from langchain_core.vectorstores import InMemoryVectorStore
 from langchain_kvboost import ChatKVBoost, KVBoostRetriever, KVBoostVectorStore
 from langchain_kvboost.chat_models import to_engine
+from stores import Words
 
 from kvboost_rag import KVBoost, OptionError
 
 TEXTS = [document(i) for i in range(6)]
-
-
-class Words(Embeddings):
-    def embed_documents(self, texts: list[str]) -> list[list[float]]:
-        return [embed(text) for text in texts]
-
-    def embed_query(self, text: str) -> list[float]:
-        return embed(text)
 
 
 @pytest.fixture

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 from conftest import build_model, build_tokenizer, document, embed
 from langchain_core.documents import Document
-from langchain_core.embeddings import Embeddings
 from langchain_core.indexing import InMemoryRecordManager, aindex, index
 from langchain_core.vectorstores import InMemoryVectorStore, VectorStore
 from langchain_kvboost import ChatKVBoost, KVBoostDocumentWarmer, KVBoostRetriever, KVBoostVectorStore, warm_documents
+from stores import Words
 
 from kvboost_rag import KVBoost, OptionError, PromptTooLongError
 from kvboost_rag.errors import ClosedEngineError
@@ -25,14 +25,6 @@ from kvboost_rag.errors import ClosedEngineError
 TEXTS = [document(i) for i in range(6)]
 TOO_LONG = document(9, words=400)
 ORDERS = list(itertools.permutations(range(4)))[::11]
-
-
-class Words(Embeddings):
-    def embed_documents(self, texts: list[str]) -> list[list[float]]:
-        return [embed(text) for text in texts]
-
-    def embed_query(self, text: str) -> list[float]:
-        return embed(text)
 
 
 class Mute(InMemoryVectorStore):

@@ -13,11 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import build_model, build_tokenizer, document, embed
+from conftest import build_model, build_tokenizer, document
 from langchain_classic.chains.combine_documents import create_stuff_documents_chain
 from langchain_core.callbacks import BaseCallbackHandler
 from langchain_core.documents import Document
-from langchain_core.embeddings import Embeddings
 from langchain_core.messages import AIMessage, HumanMessage
 from langchain_core.output_parsers import StrOutputParser
 from langchain_core.prompts import ChatPromptTemplate, PromptTemplate
@@ -25,20 +24,13 @@ from langchain_core.retrievers import BaseRetriever
 from langchain_core.vectorstores import InMemoryVectorStore
 from langchain_kvboost import ChatKVBoost, KVBoostLLM, KVBoostRetriever
 from langchain_kvboost.chains import document_blocks
+from stores import Words
 
 from kvboost_rag import KVBoost, OptionError
 
 TEXTS = [document(i) for i in range(6)]
 ORDERS = [list(order) for order in list(itertools.permutations(range(4)))[::11]]
 HEADER = "You are kind."
-
-
-class Words(Embeddings):
-    def embed_documents(self, texts: list[str]) -> list[list[float]]:
-        return [embed(text) for text in texts]
-
-    def embed_query(self, text: str) -> list[float]:
-        return embed(text)
 
 
 class Fixed(BaseRetriever):

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from conftest import document, embed
+from conftest import document
+from indexes import Words, watch
 from llama_index.core import Document, Settings, VectorStoreIndex
 from llama_index.core.base.llms.base import BaseLLM
 from llama_index.core.base.llms.types import ChatMessage, MessageRole
-from llama_index.core.embeddings import BaseEmbedding
 from llama_index.core.ingestion import IngestionPipeline
 from llama_index.core.schema import TextNode
 from llama_index.llms.kvboost import KVBoostLLM, KVBoostWarmTransform
@@ -20,17 +20,6 @@ from kvboost_rag.engine.types import Report
 TEXTS = [document(i) for i in range(6)]
 
 
-class Words(BaseEmbedding):
-    def _get_text_embedding(self, text: str) -> list[float]:
-        return embed(text)
-
-    def _get_query_embedding(self, query: str) -> list[float]:
-        return embed(query)
-
-    async def _aget_query_embedding(self, query: str) -> list[float]:
-        return embed(query)
-
-
 @pytest.fixture
 def llm(boost: KVBoost) -> KVBoostLLM:
     return KVBoostLLM(engine=boost, max_new_tokens=8)
@@ -38,17 +27,7 @@ def llm(boost: KVBoost) -> KVBoostLLM:
 
 @pytest.fixture
 def reports(boost: KVBoost, monkeypatch: pytest.MonkeyPatch) -> list[Report]:
-    """The report of every prompt the engine runs."""
-    seen: list[Report] = []
-    prefill = boost.engine.prefill
-
-    def watched(*args: Any, **kwargs: Any) -> Any:
-        result = prefill(*args, **kwargs)
-        seen.append(result.report)
-        return result
-
-    monkeypatch.setattr(boost.engine, "prefill", watched)
-    return seen
+    return watch(boost, monkeypatch)
 
 
 @pytest.fixture

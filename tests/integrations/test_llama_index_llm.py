@@ -20,14 +20,14 @@ from typing import Any
 import llama_index.core
 import pytest
 import torch
-from conftest import build_model, build_tokenizer, document, embed
+from conftest import build_model, build_tokenizer, document
+from indexes import Words
 from llama_index.core import Document, PromptTemplate, Settings, VectorStoreIndex
 from llama_index.core.agent.workflow import FunctionAgent
 from llama_index.core.base.llms.base import BaseLLM
 from llama_index.core.base.llms.types import ChatMessage, ImageBlock, MessageRole, TextBlock
 from llama_index.core.callbacks import CallbackManager, LlamaDebugHandler, TokenCountingHandler
 from llama_index.core.callbacks.schema import EventPayload
-from llama_index.core.embeddings import BaseEmbedding
 from llama_index.core.indices.prompt_helper import PromptHelper
 from llama_index.core.instrumentation import get_dispatcher
 from llama_index.core.instrumentation.event_handlers import BaseEventHandler
@@ -118,17 +118,6 @@ def settings(monkeypatch: pytest.MonkeyPatch) -> Any:
     for name, value in vars(Settings).items():
         monkeypatch.setattr(Settings, name, value)
     return Settings
-
-
-class Words(BaseEmbedding):
-    def _get_text_embedding(self, text: str) -> list[float]:
-        return embed(text)
-
-    def _get_query_embedding(self, query: str) -> list[float]:
-        return embed(query)
-
-    async def _aget_query_embedding(self, query: str) -> list[float]:
-        return embed(query)
 
 
 @pytest.fixture

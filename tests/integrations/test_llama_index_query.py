@@ -16,9 +16,9 @@ from typing import Any
 
 import llama_index.core
 import pytest
-from conftest import build_model, document, embed
+from conftest import build_model, document
+from indexes import Words, watch
 from llama_index.core import Document, Settings, StorageContext, VectorStoreIndex, load_index_from_storage
-from llama_index.core.embeddings import BaseEmbedding
 from llama_index.core.schema import BaseNode, NodeWithScore, TextNode
 from llama_index.llms.kvboost import (
     KVBoostLLM,
@@ -33,31 +33,6 @@ from kvboost_rag.engine.types import Report
 
 TEXTS = [document(i) for i in range(6)]
 QUESTION = "word1x1 word3x2?"
-
-
-class Words(BaseEmbedding):
-    def _get_text_embedding(self, text: str) -> list[float]:
-        return embed(text)
-
-    def _get_query_embedding(self, query: str) -> list[float]:
-        return embed(query)
-
-    async def _aget_query_embedding(self, query: str) -> list[float]:
-        return embed(query)
-
-
-def watch(engine: KVBoost, monkeypatch: pytest.MonkeyPatch) -> list[Report]:
-    """The report of every prompt that ``engine`` runs."""
-    seen: list[Report] = []
-    prefill = engine.engine.prefill
-
-    def watched(*args: Any, **kwargs: Any) -> Any:
-        result = prefill(*args, **kwargs)
-        seen.append(result.report)
-        return result
-
-    monkeypatch.setattr(engine.engine, "prefill", watched)
-    return seen
 
 
 def hits(report: Report) -> tuple[int, int]:

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import build_model, document, embed
+from conftest import build_model, document
+from indexes import Words
 from llama_index.core import Document, Settings, SummaryIndex, VectorStoreIndex
 from llama_index.core.bridge.pydantic import Field
-from llama_index.core.embeddings import BaseEmbedding
 from llama_index.core.ingestion import DocstoreStrategy, IngestionCache, IngestionPipeline
 from llama_index.core.node_parser import SentenceSplitter
 from llama_index.core.schema import BaseNode, ImageNode, MediaResource, MetadataMode, Node, TextNode
@@ -31,17 +31,6 @@ from kvboost_rag.errors import ClosedEngineError
 
 TEXTS = [document(i) for i in range(6)]
 TOO_LONG = document(9, words=400)
-
-
-class Words(BaseEmbedding):
-    def _get_text_embedding(self, text: str) -> list[float]:
-        return embed(text)
-
-    def _get_query_embedding(self, query: str) -> list[float]:
-        return embed(query)
-
-    async def _aget_query_embedding(self, query: str) -> list[float]:
-        return embed(query)
 
 
 class TextStore(SimpleVectorStore):

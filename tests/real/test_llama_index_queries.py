@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import embed
+from indexes import Words
 from llama_index.core import Document, Settings, VectorStoreIndex
-from llama_index.core.embeddings import BaseEmbedding
 from llama_index.core.ingestion import DocstoreStrategy, IngestionPipeline
 from llama_index.core.storage.docstore import SimpleDocumentStore
 from llama_index.core.vector_stores import SimpleVectorStore
@@ -24,17 +23,6 @@ TEXTS = [" ".join(p.read_text(encoding="utf-8").split()[:90]) for p in sorted((D
 QUESTIONS = [q["question"] for q in json.loads((DATA / "questions.json").read_text(encoding="utf-8"))[:2]]
 
 pytestmark = pytest.mark.real_model
-
-
-class Words(BaseEmbedding):
-    def _get_text_embedding(self, text: str) -> list[float]:
-        return embed(text)
-
-    def _get_query_embedding(self, query: str) -> list[float]:
-        return embed(query)
-
-    async def _aget_query_embedding(self, query: str) -> list[float]:
-        return embed(query)
 
 
 @pytest.fixture
