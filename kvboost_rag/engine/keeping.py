@@ -9,6 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import takewhile
 
 import numpy as np
 import torch
@@ -55,8 +56,10 @@ class Keeper:
             return 0
         exact, opening = True, True
         num_stored = 0
-        last = max((n for n, each in enumerate(assembled.placements) if each.chunk.document), default=-1)
-        last = len(assembled.placements) if followed else last
+        run = list(takewhile(lambda each: each.fidelity is not Fidelity.APPROXIMATE, assembled.placements))
+        last = max((n for n, each in enumerate(run) if each.chunk.document), default=-1)
+        if followed and len(run) == len(assembled.placements):
+            last = len(run)
         for number, placement in enumerate(assembled.placements):
             exact = exact and placement.fidelity is not Fidelity.APPROXIMATE
             opening = opening and not placement.chunk.document
