@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from indexes import Words
+from indexes import Words, watch
 from llama_index.core import Document, Settings, VectorStoreIndex
 from llama_index.core.ingestion import DocstoreStrategy, IngestionPipeline
 from llama_index.core.storage.docstore import SimpleDocumentStore
@@ -41,17 +41,7 @@ def llm(boost: KVBoost) -> KVBoostLLM:
 
 @pytest.fixture
 def reports(boost: KVBoost, monkeypatch: pytest.MonkeyPatch) -> list[Report]:
-    """The report of every prompt the engine runs."""
-    seen: list[Report] = []
-    prefill = boost.engine.prefill
-
-    def watched(*args: Any, **kwargs: Any) -> Any:
-        result = prefill(*args, **kwargs)
-        seen.append(result.report)
-        return result
-
-    monkeypatch.setattr(boost.engine, "prefill", watched)
-    return seen
+    return watch(boost, monkeypatch)
 
 
 @pytest.fixture
