@@ -24,7 +24,7 @@ $(VENV)/.test: $(VENV)/.demo
 	@touch $@
 
 demo: $(VENV)/.demo  ## ingest a corpus, ask it questions, compare times
-	$(BIN)/python examples/01_quickstart.py $(ARGS)
+	$(BIN)/kvboost-rag demo $(ARGS)
 
 test: $(VENV)/.test  ## everything that runs within minutes on two cores
 	$(BIN)/pytest -m "not slow" $(ARGS)

@@ -23,10 +23,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvboost_rag import __version__, hub
+from kvboost_rag import __version__, hub, sample
 
 RESULTS = Path(__file__).parent / "results"
-CORPUS = Path(__file__).parent.parent / "examples" / "data"
 SEED = 17
 WORDS_AT_ONCE = 4  # of texts that are cut to a number of tokens
 # Architectures whose time can be measured without their weights: timing depends on shapes alone.
@@ -111,17 +110,12 @@ def byte_tokenizer() -> Any:
     return made
 
 
-def passages() -> dict[str, str]:
-    """The project's own passages by name."""
-    return {p.stem: p.read_text(encoding="utf-8").strip() for p in sorted((CORPUS / "passages").glob("*.md"))}
-
-
 def texts_of(tokenizer: Any, num_tokens: int, count: int) -> list[str]:
     """``count`` different texts of about ``num_tokens`` tokens each, cut from the project's passages at words.
 
     Where the passages end they begin again behind another first line, so no two texts are alike.
     """
-    words = " ".join(passages().values()).split(" ")
+    words = " ".join(sample.passages().values()).split(" ")
     texts, start = [], 0
     for number in range(count):
         taken, size = [f"Part {number}."], num_tokens

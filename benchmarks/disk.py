@@ -18,7 +18,7 @@ import common
 import torch
 from workload import parts_of
 
-from kvboost_rag import KVBoost
+from kvboost_rag import KVBoost, sample
 from kvboost_rag.engine.assemble import assemble
 from kvboost_rag.engine.stitch import stitch
 from kvboost_rag.engine.store import TieredStore
@@ -79,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--documents", type=int, default=8, help="how many of the corpus (8)")
     arguments = parser.parse_args(argv)
     model, tokenizer = common.load(arguments)
-    texts = list(common.passages().values())[: arguments.documents]
+    texts = list(sample.passages().values())[: arguments.documents]
     results = [run(model, tokenizer, texts, kv_dtype, arguments.device) for kv_dtype in KV_DTYPES]
     show(results)
     common.save(arguments.json, {**common.about(arguments), "results": results})

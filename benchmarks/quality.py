@@ -123,7 +123,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     with KVBoost(model, tokenizer, break_even=False) as plain:
         cases = cases_of(plain, arguments)
         about = common.about(arguments) | {
-            "data": arguments.data.name if arguments.data else "examples/data",
+            "data": arguments.data.name if arguments.data else "the sample corpus",
             "num_questions": arguments.questions,
             "num_documents": arguments.docs,
             "num_tokens": arguments.tokens,

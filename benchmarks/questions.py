@@ -23,6 +23,7 @@ from typing import Any
 
 import common
 
+from kvboost_rag import sample
 from kvboost_rag.prompt import ChatFormat, Piece, Prompt, document_pieces
 
 CODE_CHARACTERS = 2000  # of a document of functions; about 600 tokens
@@ -98,14 +99,14 @@ def load(path: Path, num_questions: int, num_docs: int) -> list[Question]:
 
 def own_corpus(num_questions: int, num_docs: int) -> list[Question]:
     """The project's own passages: each question's passage among others drawn by a fixed seed."""
-    passages = common.passages()
+    passages = sample.passages()
     draw = random.Random(common.SEED)
     questions = []
-    for item in json.loads((common.CORPUS / "questions.json").read_text(encoding="utf-8"))[:num_questions]:
-        others = [text for name, text in passages.items() if name != item["passage"]]
-        documents = [passages[item["passage"]], *draw.sample(others, num_docs - 1)]
+    for item in sample.questions()[:num_questions]:
+        others = [text for name, text in passages.items() if name != item.passage]
+        documents = [passages[item.passage], *draw.sample(others, num_docs - 1)]
         draw.shuffle(documents)
-        questions.append(Question(documents, item["question"], item["answer"]))
+        questions.append(Question(documents, item.question, item.answer))
     return questions
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from kvboost_rag import hub
+from kvboost_rag import hub, sample
 from kvboost_rag.engine.repair import REPAIRS
 from kvboost_rag.errors import KVBoostError, MissingExtraError
 from kvboost_rag.kvboost import KVBoost
@@ -204,9 +204,9 @@ def show(outcomes: Sequence[Outcome]) -> None:
     console.print(table)
 
 
-def run(data: Path, arguments: argparse.Namespace) -> int:
-    passages = [path.read_text(encoding="utf-8").strip() for path in sorted((data / "passages").glob("*.md"))]
-    questions = json.loads((data / "demo_questions.json").read_text(encoding="utf-8"))[: arguments.questions]
+def run(arguments: argparse.Namespace) -> int:
+    passages = list(sample.passages().values())
+    questions = sample.demo_questions()[: arguments.questions]
     from langchain_core.embeddings import Embeddings
     from langchain_kvboost import KVBoostVectorStore
 
@@ -247,8 +247,8 @@ def run(data: Path, arguments: argparse.Namespace) -> int:
     return 0
 
 
-def main(data: Path, argv: Sequence[str] | None = None) -> int:
-    """Run the demo on the passages and questions in ``data``. Returns the exit code."""
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the demo. Returns the exit code."""
     parser = argparse.ArgumentParser(description="Ask a small corpus questions and compare time to first token (TTFT).")
     parser.add_argument("--repair", default="query", choices=sorted(REPAIRS), help="what to recompute (query)")
     parser.add_argument("--recompute-ratio", type=float, help="share of reused tokens to recompute, 0 to 1 (0.05)")
@@ -256,7 +256,7 @@ def main(data: Path, argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the table here")
     arguments = parser.parse_args(argv)
     try:
-        return run(data, arguments)
+        return run(arguments)
     except KVBoostError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

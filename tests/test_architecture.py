@@ -13,7 +13,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "kvboost_rag"
 # Each module may import from its own rank and those before it (design: "imports point one way").
 RANKS = [
-    {"errors", "_version"},
+    {"errors", "_version", "sample"},
     {"engine.types", "engine.lock", "engine.compat", "engine.capabilities", "engine.costs"},
     {"engine.config", "engine.chunking", "engine.keys", "engine.rope"},
     {"engine.cache", "engine.attention", "engine.products", "engine.codecs", "engine.repair"},

@@ -7,9 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvboost_rag import demo
-
-DATA = Path(__file__).parents[1] / "examples" / "data"
+from kvboost_rag import demo, sample
 
 
 def test_a_broken_cache_folder_is_one_clear_line(
@@ -18,17 +16,17 @@ def test_a_broken_cache_folder_is_one_clear_line(
     blocked = tmp_path / "file"
     blocked.write_text("")
     monkeypatch.setenv("KVBOOST_CACHE", str(blocked))
-    assert demo.main(DATA, []) == 1
+    assert demo.main([]) == 1
     error = capsys.readouterr().err
     assert "KVBOOST_CACHE" in error
     assert "Traceback" not in error
 
 
 def test_a_wrong_ratio_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    assert demo.main(DATA, ["--recompute-ratio", "7"]) == 1
+    assert demo.main(["--recompute-ratio", "7"]) == 1
     assert "recompute_ratio=7.0" in capsys.readouterr().err
     with pytest.raises(SystemExit):
-        demo.main(DATA, ["--repair", "hope"])
+        demo.main(["--repair", "hope"])
     assert "invalid choice: 'hope'" in capsys.readouterr().err
 
 
@@ -37,24 +35,22 @@ def test_interrupting_leaves_quietly(monkeypatch: pytest.MonkeyPatch) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(demo, "run", interrupted)
-    assert demo.main(DATA, []) == 130
+    assert demo.main([]) == 130
 
 
 def test_the_corpus_is_what_the_demo_promises() -> None:
-    passages = {p.stem: p.read_text(encoding="utf-8") for p in (DATA / "passages").glob("*.md")}
-    questions = json.loads((DATA / "questions.json").read_text(encoding="utf-8"))
-    shown = json.loads((DATA / "demo_questions.json").read_text(encoding="utf-8"))
+    passages, questions, shown = sample.passages(), sample.questions(), sample.demo_questions()
     assert len(passages) >= 24
     assert len(shown) >= 6
-    assert set(shown) <= {item["question"] for item in questions}
+    assert set(shown) <= {item.question for item in questions}
     for item in questions:
-        assert item["answer"] in passages[item["passage"]]
+        assert item.answer in passages[item.passage]
 
 
 @pytest.mark.slow
 @pytest.mark.real_model
 def test_the_main_job(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert demo.main(DATA, ["--questions", "1", "--json", str(tmp_path / "out.json")]) == 0
+    assert demo.main(["--questions", "1", "--json", str(tmp_path / "out.json")]) == 0
     output = capsys.readouterr().out
     assert output.strip().splitlines()[-1].startswith("mean TTFT ratio (full / reuse): ")
     assert "LangChain chain: 'The captain of the Marigold is Josun Tarrow.' (documents hit 4/4" in output

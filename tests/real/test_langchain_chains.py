@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,11 +22,10 @@ from langchain_kvboost import (
     warm_documents,
 )
 
-from kvboost_rag import KVBoost
+from kvboost_rag import KVBoost, sample
 
-DATA = Path(__file__).parents[2] / "examples" / "data"
-PASSAGES = [p.read_text(encoding="utf-8").strip() for p in sorted((DATA / "passages").glob("*.md"))[:4]]
-QUESTION = json.loads((DATA / "questions.json").read_text(encoding="utf-8"))[0]["question"]
+PASSAGES = list(sample.passages().values())[:4]
+QUESTION = sample.questions()[0].question
 DOCUMENTS = [Document(page_content=" ".join(text.split()[:90])) for text in PASSAGES]
 ORDERS = [(0, 1, 2, 3), (3, 1, 0, 2), (2, 3, 1, 0)]
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,12 +13,11 @@ from llama_index.core.storage.docstore import SimpleDocumentStore
 from llama_index.core.vector_stores import SimpleVectorStore
 from llama_index.llms.kvboost import KVBoostLLM, KVBoostSynthesizer, KVBoostWarmTransform, evicting
 
-from kvboost_rag import KVBoost
+from kvboost_rag import KVBoost, sample
 from kvboost_rag.engine.types import Report
 
-DATA = Path(__file__).parents[2] / "examples" / "data"
-TEXTS = [" ".join(p.read_text(encoding="utf-8").split()[:90]) for p in sorted((DATA / "passages").glob("*.md"))[:5]]
-QUESTIONS = [q["question"] for q in json.loads((DATA / "questions.json").read_text(encoding="utf-8"))[:2]]
+TEXTS = [" ".join(text.split()[:90]) for text in list(sample.passages().values())[:5]]
+QUESTIONS = [q.question for q in sample.questions()[:2]]
 
 pytestmark = pytest.mark.real_model
 

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import itertools
-import json
-from pathlib import Path
 
 import pytest
 import torch
 
-from kvboost_rag import KVBoost, Prompt
+from kvboost_rag import KVBoost, Prompt, sample
 from kvboost_rag.engine.repair import FullRepair
 from kvboost_rag.engine.types import Segment
 from kvboost_rag.rag import RAG
 
-DATA = Path(__file__).parents[2] / "examples" / "data"
-PASSAGES = {p.stem: p.read_text(encoding="utf-8").strip() for p in sorted((DATA / "passages").glob("*.md"))}
-QUESTIONS = json.loads((DATA / "questions.json").read_text(encoding="utf-8"))
+PASSAGES = sample.passages()
+QUESTIONS = sample.questions()
 
 pytestmark = pytest.mark.real_model
 
@@ -36,11 +33,11 @@ def prompts(boost: KVBoost, num_questions: int) -> list[Prompt]:
     names = list(PASSAGES)
     built = []
     for number, item in enumerate(QUESTIONS[:num_questions]):
-        at = names.index(item["passage"])
-        chosen = [names[at - 3], item["passage"], names[at - 7]]
+        at = names.index(item.passage)
+        chosen = [names[at - 3], item.passage, names[at - 7]]
         turn = number % 3
         documents = [cut(PASSAGES[name]) for name in chosen[turn:] + chosen[:turn]]
-        built.append(boost.prompt(documents=documents, question=item["question"]))
+        built.append(boost.prompt(documents=documents, question=item.question))
     return built
 
 
@@ -113,21 +110,21 @@ def test_a_document_in_three_places_and_orders_hits_and_full_repair_is_exact(boo
 @pytest.mark.parametrize("name", ["21-cork-theatre", "22-mount-arl-observatory"])
 def test_what_full_prefill_answers_surely_reuse_answers_too(boost: KVBoost, name: str) -> None:
     """Questions that full prefill answers in either order of the passages; separators do not leak into answers."""
-    item = next(q for q in QUESTIONS if q["passage"] == name)
+    item = next(q for q in QUESTIONS if q.passage == name)
     documents = [PASSAGES[name], PASSAGES["12-bell-heron"]]
     for order in (documents, documents[::-1]):
         rag = RAG(boost, lambda question, order=order: order)
-        full = rag.ask(item["question"], max_new_tokens=24, mode="baseline")
-        answer = rag.ask(item["question"], max_new_tokens=24)
-        assert item["answer"] in full.text
-        assert item["answer"] in answer.text
+        full = rag.ask(item.question, max_new_tokens=24, mode="baseline")
+        answer = rag.ask(item.question, max_new_tokens=24)
+        assert item.answer in full.text
+        assert item.answer in answer.text
         assert "# #" not in answer.text
         assert answer.result.report.num_document_hits == 2
 
 
 def test_a_first_token_that_is_no_bos_is_served_exactly(boost: KVBoost) -> None:
     """Attention rests on the first token whatever it is: a prompt may begin in the middle of things."""
-    text = cut(PASSAGES[QUESTIONS[1]["passage"]], 60)
+    text = cut(PASSAGES[QUESTIONS[1].passage], 60)
     for start in (0, 7):
         prompt = text[start:]
         once, twice = boost.prefill(prompt), boost.prefill(prompt)
