@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from kvboost_rag.facade import Facade
 from kvboost_rag.many import Many
 from kvboost_rag.options import ReuseOptions, reuse_part
 from kvboost_rag.prompt import INSTRUCTION, Prompt, rag
+from kvboost_rag.records import Records
 from kvboost_rag.report import GenerationResult, PrefillResult
 from kvboost_rag.segmenting import PromptLike
 from kvboost_rag.single import Single
@@ -32,6 +34,7 @@ class Asking(Facade):
 
     tokens: Tokens
     _defaults: ReuseOptions
+    _records: Records
     _single: Single
     _many: Many
 
@@ -54,6 +57,17 @@ class Asking(Facade):
 
     def count_tokens(self, prompt: PromptLike) -> int:
         return total_tokens(self.segments(prompt))
+
+    def record(self) -> AbstractContextManager[list[GenerationResult]]:
+        """Collect what this engine answers inside the context, whoever asks: the way to the results behind a chain or a
+        query engine, which return text.
+
+            with engine.record() as results:
+                chain.invoke(question)
+            results[-1].show()
+        """
+        self._check_open()
+        return self._records.collected()
 
     # Questions
 
@@ -119,7 +133,7 @@ class Asking(Facade):
     def prefill(self, prompt: PromptLike, **options: Any) -> PrefillResult:
         """Run the prompt only. ``.logits``: (vocab,) float32 of its last position. Options: the reuse ones."""
         prefilled = self._prefill(prompt, options, "prefill")
-        return PrefillResult(prefilled.logits, prefilled.report)
+        return PrefillResult(prefilled.logits, prefilled.report, self.tokens.pieces)
 
     def verify(self, prompts: Sequence[PromptLike], num_tokens: int = 24, **options: Any) -> VerifyReport:
         """Compare reuse with full prefill on your own prompts: KL and same top token over the ``num_tokens`` tokens

@@ -149,20 +149,9 @@ def through_llama_index(passages: Sequence[str], embed: Any, engine: KVBoost, qu
         transformations=[KVBoostWarmTransform(engine)],
         embed_model=Bundled(),
     )
-    seen = []
-    generate = engine.generate
-
-    def watched(*args: Any, **kwargs: Any) -> Any:
-        result = generate(*args, **kwargs)
-        seen.append(result.report.to_dict())
-        return result
-
-    engine.generate = watched  # type: ignore[method-assign]  # the query engine returns text only
-    try:
+    with engine.record() as results:  # the query engine returns text only
         response = index.as_query_engine(llm=llm, similarity_top_k=NUM_DOCUMENTS).query(question)
-    finally:
-        del engine.generate
-    return _line("LlamaIndex query engine", str(response).strip(), seen[-1])
+    return _line("LlamaIndex query engine", str(response).strip(), results[-1].report.to_dict())
 
 
 def _line(door: str, answer: str, report: dict[str, Any]) -> str:

@@ -24,6 +24,7 @@ from kvboost_rag.many import Many
 from kvboost_rag.options import engine_options
 from kvboost_rag.prompt import ChatFormat
 from kvboost_rag.reading import Reading
+from kvboost_rag.records import Records
 from kvboost_rag.segmenting import Segmenter
 from kvboost_rag.single import Single
 from kvboost_rag.tokens import Tokens
@@ -56,8 +57,9 @@ class KVBoost(Reading, Asking):
             raise
         self._cutter = DocumentCutter(self.tokens, config.chunk_size, config.max_document_tokens)
         self._segmenter = Segmenter(self.tokens, self.chat_format, self._cutter, self.engine.store.texts)
-        self._single = Single(self.engine, self.tokens, self._segmenter)
-        self._many = Many(self.engine, self.tokens, self._segmenter, self.generate)
+        self._records = Records()
+        self._single = Single(self.engine, self.tokens, self._segmenter, self._records)
+        self._many = Many(self.engine, self.tokens, self._segmenter, self._records, self.generate)
         self._warmer = Warmer(self.engine, self.tokens, self._cutter)
         self._promoter = ThreadPoolExecutor(1, "kvboost-promoter")
 

@@ -19,6 +19,7 @@ from kvboost_rag.engine.repair import Repair
 from kvboost_rag.engine.types import Segment, total_tokens
 from kvboost_rag.errors import OptionError
 from kvboost_rag.options import ReuseOptions, call_options
+from kvboost_rag.records import Records
 from kvboost_rag.report import GenerationResult
 from kvboost_rag.segmenting import PromptLike, Segmenter
 from kvboost_rag.tokens import Tokens
@@ -31,6 +32,7 @@ class Many:
     engine: Engine
     tokens: Tokens
     segmenter: Segmenter
+    records: Records
     single: Callable[..., GenerationResult]
 
     def batch(
@@ -68,7 +70,8 @@ class Many:
         for row, assembler in enumerate(assemblers):
             text = "".join(pieces[row]) + assembler.finish()
             reason = "stop" if assembler.stopped else reasons[row]
-            results.append(GenerationResult(text, reason, batch.reports[row]))
+            results.append(GenerationResult(text, reason, batch.reports[row], self.tokens.pieces))
+            self.records.add(results[-1])
         return results
 
     def groups(

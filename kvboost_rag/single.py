@@ -16,6 +16,7 @@ from kvboost_rag.engine.generate import GenerationOptions, TextAssembler
 from kvboost_rag.engine.types import Report, total_tokens
 from kvboost_rag.errors import StreamClosedError
 from kvboost_rag.options import ReuseOptions, call_options, reuse_part
+from kvboost_rag.records import Records
 from kvboost_rag.report import GenerationResult
 from kvboost_rag.segmenting import PromptLike, Segmenter
 from kvboost_rag.stream import Emit, Work
@@ -29,6 +30,7 @@ class Single:
     engine: Engine
     tokens: Tokens
     segmenter: Segmenter
+    records: Records
 
     def work(self, prompt: PromptLike, options: dict[str, Any], defaults: ReuseOptions) -> Work:
         """Check everything now; return the function that does the work."""
@@ -80,7 +82,9 @@ class Single:
             reason = "stop"
         elif cancelled():
             reason = "cancelled"
-        return GenerationResult("".join(pieces), reason, report)
+        result = GenerationResult("".join(pieces), reason, report, self.tokens.pieces)
+        self.records.add(result)
+        return result
 
     def prefill(
         self, prompt: PromptLike, options: dict[str, Any], defaults: ReuseOptions, where: str, room: int = 0

@@ -15,6 +15,8 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+from kvboost_rag.engine.generate import TextAssembler
+
 
 class Tokens:
     """The two ways of encoding, and decoding without special tokens."""
@@ -55,6 +57,17 @@ class Tokens:
         with self._lock:
             slow: str = self.tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
             return slow
+
+    def pieces(self, ids: Sequence[int]) -> list[str]:
+        """What each of ``ids`` reads as, special tokens by their names. They concatenate to the text; of a character
+        made of several tokens the last one has it, the others are empty."""
+        added = getattr(self.tokenizer, "added_tokens_decoder", {})
+        names = {id: token.content for id, token in added.items() if token.special}
+        assembler = TextAssembler(self.decode)
+        found = [assembler.finish() + names[id] if id in names else assembler.push([id]) for id in ids]
+        if found:
+            found[-1] += assembler.finish()
+        return found
 
     def starts_with_opening(self, text: str) -> bool:
         """Whether ``text`` spells out the BOS token itself."""

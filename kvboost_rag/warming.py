@@ -32,6 +32,8 @@ from kvboost_rag.errors import BudgetWarning, OptionError
 from kvboost_rag.prompt import SEPARATOR, document_piece
 from kvboost_rag.related import RelatedIndex, runs
 from kvboost_rag.report import Estimate, WarmReport, format_bytes
+from kvboost_rag.show.reading import ReadDocument
+from kvboost_rag.show.strip import title_of
 from kvboost_rag.tokens import Tokens
 
 PRIMER_TOKENS = 320
@@ -139,6 +141,8 @@ class Warmer:
         cold = [d for d in documents if plan.again or not self.is_warm(d)]
         half = [d for d in documents if plan.first and (plan.again or not self._engine.holds(plan.opening, d.parts))]
         report.num_already_warm = len(documents) - len(cold)
+        known = {d.text for d in documents} - {d.text for d in cold}
+        report.documents += [_read(d, "already warm") for d in documents if d.text in known]
         front = self._fixed_primer(plan.primer)
         for document in cold:
             num_tokens = total_tokens(plan.opening) + len(document.ids)
@@ -171,6 +175,7 @@ class Warmer:
         with self._engine.lock:
             put = self._run(self._context(document, plan.opening, primers), document, plan.pinned)
         report.num_evicted += sum(entry.warmed for entry in put.evicted)
+        report.documents.append(_read(document, "read" if put.stored else "no room", primers))
         if not put.stored:
             report.num_rejected += 1
             return
@@ -241,6 +246,11 @@ class Warmer:
         num_tokens, alone = (total_tokens(c) + len(document.ids) for c in (context, opening))
         fits = num_tokens <= model.context_tokens and model.regime(num_tokens) == model.regime(alone)
         return context if fits else list(opening)
+
+
+def _read(document: Document, outcome: str, behind: Sequence[Document] = ()) -> ReadDocument:
+    titles = tuple(title_of(primer.text) for primer in reversed(behind))
+    return ReadDocument(title_of(document.text), len(document.ids), outcome, titles)
 
 
 def bundled_primer() -> str:

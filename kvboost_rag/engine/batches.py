@@ -14,12 +14,14 @@ from typing import Any
 
 import torch
 
+from kvboost_rag.engine.account import computed_after_all, fill
 from kvboost_rag.engine.assemble import Assembled, assemble
 from kvboost_rag.engine.batch import Layout, Row, RowsCache, RowsPlan, run
 from kvboost_rag.engine.cache import SlotCache
 from kvboost_rag.engine.capabilities import Reuse
-from kvboost_rag.engine.engine import Engine, fill
+from kvboost_rag.engine.engine import Engine
 from kvboost_rag.engine.exchange import planned
+from kvboost_rag.engine.forward import work_of
 from kvboost_rag.engine.generate import GenerationOptions, OnTokens, decode
 from kvboost_rag.engine.repair import Repair
 from kvboost_rag.engine.stitch import stitch
@@ -75,21 +77,17 @@ def prefill_batch(engine: Engine, prompts: Sequence[Prompt], repair: Repair, roo
         report.moved_bytes = stitch(assembled, shared, rope, first=num_shared if number else 0)
         live = assembled.live_positions()
         shared.zero_slots(live)  # hidden from rows, but a probability of zero times a NaN left in memory is a NaN
-        repaired, num_done = engine.repaired(assembled, live, shared, repair)
-        computed = torch.cat([live[num_done:], repaired]).sort().values
-        parts.append(_row(assembled, computed, num_shared, shared))
-        fill(report, assembled, live, repaired, engine.store.tier_of)
+        choice = engine.choose(assembled, live, shared, repair)
+        parts.append(_row(assembled, choice.computed(live), num_shared, shared))
+        fill(report, assembled, live, choice, engine.store.tier_of)
+        report.full_prefill_seconds = engine.costs.expected(work_of(torch.arange(assembled.num_tokens))) or 0.0
         reports.append(report)
     shared.set_length(longest)
     logits, cache, plan, places = run(engine.model, shared, num_shared, parts, room)
     for number, (assembled, report) in enumerate(zip(rows, reports, strict=True)):
         copy_out = partial(_copy_out, cache, places, number)
         report.num_stored_tokens = engine.keeper.by_products(assembled, copy_out, first=num_shared)
-    first = reports[0]  # the front was computed for it; the others have read it
-    num_fresh = min(num_fresh, first.num_exact_tokens)
-    first.num_exact_tokens -= num_fresh
-    first.num_live_tokens += num_fresh
-    first.num_stored_tokens += num_fresh
+    computed_after_all(reports[0], num_fresh)  # the front was computed for it; the others have read it
     for report in reports:
         report.seconds["prefill"] = time.perf_counter() - started
     return PrefilledBatch([row.ids for row in parts], logits, reports, num_shared, cache, plan)

@@ -104,6 +104,12 @@ class Costs:
         loading = sum(a_byte.get(tier, 0.0) * num_bytes for tier, num_bytes in moved_bytes.items())
         return Verdict(reuse + loading, full)
 
+    def expected(self, work: Work) -> float | None:
+        """Seconds that a forward would take; None until enough was observed."""
+        with self._lock:
+            line = _line([_medians(seen) for seen in self._forwards.values()])
+        return None if line is None else line[0] + line[1] * self._units(work)
+
     def _units(self, work: Work) -> float:
         return work.num_rows * (1 + work.num_keys / self.balanced_keys)
 

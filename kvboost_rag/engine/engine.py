@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from transformers import DynamicCache
 
+from kvboost_rag.engine.account import Choice, all_live, fill
 from kvboost_rag.engine.assemble import MODES, Assembled, Placement, assemble
 from kvboost_rag.engine.cache import SlotCache, never
 from kvboost_rag.engine.capabilities import Reuse
@@ -32,8 +33,8 @@ from kvboost_rag.engine.lock import FairLock
 from kvboost_rag.engine.model import Model
 from kvboost_rag.engine.repair import BoundaryRepair, DeviationProbe, Repair, RepairView, Reused
 from kvboost_rag.engine.stitch import stitch
-from kvboost_rag.engine.store import Entry, Put, Store
-from kvboost_rag.engine.types import DocumentReport, Fidelity, Report, Segment, total_tokens
+from kvboost_rag.engine.store import Put, Store
+from kvboost_rag.engine.types import Fidelity, Report, Segment, total_tokens
 from kvboost_rag.errors import OptionError, PromptTooLongError
 
 
@@ -99,14 +100,15 @@ class Engine:
                 report.moved_bytes = stitch(assembled, cache, self.model.rope(num_tokens))
         live = assembled.live_positions()
         with _timed(report, "repair"):
-            repaired, num_done = self.repaired(assembled, live, cache, repair)
+            choice = self.choose(assembled, live, cache, repair)
         with _timed(report, "forward"):
-            positions = torch.cat([live[num_done:], repaired]).sort().values
+            positions = choice.computed(live)
             size = self.config.prefill_chunk_tokens
             with self.costs.forward(work_of(positions)):
                 logits = fused_forward(self.model, assembled.ids, positions, cache, slice_tokens=size)[-1]
         cache.cancel_when(never)  # decoding ends between tokens
-        fill(report, assembled, live, repaired, self.store.tier_of)
+        fill(report, assembled, live, choice, self.store.tier_of)
+        report.full_prefill_seconds = self.costs.expected(work_of(torch.arange(num_tokens))) or 0.0
         return Prefilled(assembled.ids, cache, logits, report, assembled)
 
     def allowed(self, mode: str, repair: Repair, report: Report) -> tuple[str, Repair]:
@@ -160,34 +162,34 @@ class Engine:
     def _baseline(self, segments: Sequence[Segment]) -> Prefilled:
         ids = torch.tensor([token for segment in segments for token in segment.ids], dtype=torch.int64)
         report = Report(mode="baseline", num_prompt_tokens=len(ids), num_live_tokens=len(ids))
+        report.trace = all_live(ids)
         cache = DynamicCache()  # without a config: sliding layers keep everything, as our own buffer does
         with _timed(report, "forward"):
             logits = self.model.forward(ids, cache)[-1]
             self.model.settle()
         return Prefilled(ids, cache, logits, report)
 
-    def repaired(
-        self, assembled: Assembled, live: torch.Tensor, cache: SlotCache, repair: Repair
-    ) -> tuple[torch.Tensor, int]:
-        """Positions to recompute, and how many of the leading ``live`` ones are computed already.
+    def choose(self, assembled: Assembled, live: torch.Tensor, cache: SlotCache, repair: Repair) -> Choice:
+        """What ``repair`` recomputes.
 
         A scout pass needs the opening in place: attention rests on the first tokens. Where it is not cached yet, this
         one time, it is computed first, so that the choice does not depend on what happened to be cached.
         """
         spans = assembled.approximate_spans()
         if not spans:
-            return torch.empty(0, dtype=torch.int64), 0
+            return Choice(torch.empty(0, dtype=torch.int64))
         if repair.probe is not None:
-            return repair.select(RepairView(spans, deviation=self._deviation(assembled, spans, cache, repair.probe))), 0
+            deviation = self._deviation(assembled, spans, cache, repair.probe)
+            return Choice(repair.select(RepairView(spans, deviation=deviation)))
         if not repair.needs_attention:
-            return repair.select(RepairView(spans)), 0
+            return Choice(repair.select(RepairView(spans)))
         num_opening = int((live == torch.arange(len(live))).sum())
         if self.model.regime(assembled.num_tokens):
             num_opening = 0  # alone, it would be computed with the frequencies of a short prompt
         if num_opening:
             fused_forward(self.model, assembled.ids, live[:num_opening], cache)
         attention = scout(self.model, assembled.ids, live[num_opening:], cache)
-        return repair.select(RepairView(spans, attention)), num_opening
+        return Choice(repair.select(RepairView(spans, attention)), num_opening, attention)
 
     def _deviation(
         self, assembled: Assembled, spans: Sequence[Reused], cache: SlotCache, probe: DeviationProbe
@@ -275,27 +277,3 @@ def _timed(report: Report, step: str) -> Iterator[None]:
     started = time.perf_counter()
     yield
     report.seconds[step] = time.perf_counter() - started
-
-
-def fill(
-    report: Report, assembled: Assembled, live: torch.Tensor, repaired: torch.Tensor, tier_of: Callable[[Entry], str]
-) -> None:
-    """The counts of ``report`` from what was placed, live and repaired."""
-    report.num_live_tokens, report.num_repaired_tokens = len(live), len(repaired)
-    for placement in assembled.placements:
-        chunk = placement.chunk
-        num_repaired, num_live = (
-            int(((positions >= chunk.start) & (positions < chunk.end)).sum()) for positions in (repaired, live)
-        )
-        num_kept = len(chunk) - num_repaired - num_live
-        if placement.fidelity is Fidelity.EXACT:
-            report.num_exact_tokens += num_kept
-        elif placement.fidelity is Fidelity.APPROXIMATE:
-            report.num_approximate_tokens += num_kept
-        if chunk.document:
-            found = tier_of(placement.entry) if placement.entry is not None else ""
-            document = DocumentReport(len(chunk), chunk.start, placement.fidelity, num_repaired, tier=found)
-            if chunk.part and report.documents:
-                report.documents[-1].add_part(document)
-            else:
-                report.documents.append(document)

@@ -6,10 +6,12 @@ Knows shapes and intervals; knows nothing of models, stores or text. Intervals a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
-from enum import StrEnum
+from dataclasses import asdict, dataclass, field, replace
+from enum import IntEnum, StrEnum
 from typing import Any, ClassVar
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 TIERS = ("", "none", "memory", "disk")  # where KV may come from, the slowest last
@@ -82,6 +84,25 @@ class KV:
         return self.keys.nbytes + self.values.nbytes
 
 
+class Source(IntEnum):
+    """Where the KV of one token of a prompt came from."""
+
+    LIVE = 0  # computed: there was nothing to reuse
+    EXACT = 1  # reused as it is
+    MOVED = 2  # reused approximately: other neighbours, mostly another position
+    REPAIRED = 3  # found approximately, and computed again
+
+
+@dataclass(frozen=True)
+class Trace:
+    """A prompt token by token. ``ids``: (num_tokens,) int64; ``sources``: (num_tokens,) uint8, each a ``Source``;
+    ``attention``: (num_tokens,) float32, what the repair chose by, or None where it did not ask."""
+
+    ids: npt.NDArray[np.int64]
+    sources: npt.NDArray[np.uint8]
+    attention: npt.NDArray[np.float32] | None = None
+
+
 @dataclass
 class DocumentReport:
     """What happened to one document of a prompt. ``fidelity``: that of its worst part."""
@@ -110,7 +131,8 @@ class Report:
     """Where the prompt's tokens came from and where the time went.
 
     ``num_prompt_tokens`` = exact + approximate + repaired + live: the four are disjoint. Seconds are wall clock;
-    ``ttft_seconds`` runs from the call to the first token, lookup and repair included.
+    ``ttft_seconds`` runs from the call to the first token, lookup and repair included. ``full_prefill_seconds``: what
+    a full prefill of this prompt would take by the forwards seen so far, 0 before enough were seen.
     """
 
     mode: str = "reuse"
@@ -126,7 +148,9 @@ class Report:
     moved_bytes: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
     ttft_seconds: float = 0.0
+    full_prefill_seconds: float = 0.0
     notes: list[str] = field(default_factory=list)
+    trace: Trace | None = field(default=None, repr=False, compare=False)
 
     @property
     def num_reused_tokens(self) -> int:
@@ -151,8 +175,10 @@ class Report:
         return self.num_reused_tokens / self.num_prompt_tokens if self.num_prompt_tokens else 0.0
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything as plain numbers, strings, lists and dicts."""
-        return asdict(self) | {"num_document_hits": self.num_document_hits, "reuse_ratio": self.reuse_ratio}
+        """Everything but the trace, as plain numbers, strings, lists and dicts."""
+        plain = asdict(replace(self, trace=None))
+        del plain["trace"]
+        return plain | {"num_document_hits": self.num_document_hits, "reuse_ratio": self.reuse_ratio}
 
     def __str__(self) -> str:
         return (
