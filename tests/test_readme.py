@@ -1,13 +1,14 @@
-"""The README tells the truth about the files, and its Python is Python."""
+"""The README tells the truth about the files, and its Python uses public names. `test_docs.py` runs it."""
 
 from __future__ import annotations
 
 import ast
 import re
-from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
-README = (ROOT / "README.md").read_text(encoding="utf-8")
+import pages
+from pages import ROOT
+
+README = pages.README.read_text(encoding="utf-8")
 
 
 def tree_paths() -> list[str]:
@@ -49,10 +50,10 @@ def test_every_module_of_the_package_is_in_the_file_tree() -> None:
 def test_python_blocks_parse_and_use_public_names() -> None:
     import kvboost_rag
 
-    blocks = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+    blocks = pages.python_blocks(pages.README)
     assert blocks
     for block in blocks:
-        for node in ast.walk(ast.parse(block)):
+        for node in ast.walk(ast.parse(block.text)):
             if isinstance(node, ast.ImportFrom) and node.module == "kvboost_rag":
                 assert {alias.name for alias in node.names} <= set(kvboost_rag.__all__)
 
