@@ -40,6 +40,26 @@ class Diagnosis:
     def served(self) -> bool:
         return self.capabilities.reuse is not Reuse.NOTHING
 
+    def to_dict(self) -> dict[str, Any]:
+        """As plain numbers, strings and lists."""
+        found = self.capabilities
+        return {
+            "model_class": found.model_class,
+            "model_type": found.model_type,
+            "served": self.served,
+            "reuse": found.reuse.value,
+            "reason": found.reason,
+            "rotation": found.rotation,
+            "rope_type": found.rope_type,
+            "attention": found.attention,
+            "planned": found.planned,
+            "notes": list(found.notes),
+            "dtype": self.dtype,
+            "devices": list(self.devices),
+            "context_tokens": self.context_tokens,
+            "bytes_per_token": self.bytes_per_token,
+        }
+
     def __str__(self) -> str:
         lines = [str(self.capabilities)]
         if self.served:

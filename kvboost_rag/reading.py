@@ -143,10 +143,12 @@ class Reading(Facade):
             context = [*context, *parts[found], *separator]
 
     def is_warm(self, text: str) -> bool:
-        """Whether the KV of this document is there now."""
+        """Whether the KV of this document is there now. If another process has read it, prompts find it from now on."""
         self._segmenter.recall()
-        documents = self._warmer.documents(check_texts(text))
-        return bool(documents) and self._warmer.is_warm(documents[0])
+        found = next((d for d in self._warmer.documents(check_texts(text)) if self._warmer.is_warm(d)), None)
+        if found is not None and self._segmenter.index.find(found.text) != [(0, len(found.text))]:
+            self._segmenter.file(found.text, len(found.ids))
+        return found is not None
 
     def forget(self, texts: str | Iterable[str]) -> int:
         """Drop documents from the store. Returns how many were there."""

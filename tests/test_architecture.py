@@ -39,6 +39,7 @@ RANKS = [
     {"kvboost"},
     {"rag", "diagnosis", "owner"},
     {"demo"},
+    {"cli"},
 ]
 FRAMEWORKS = {"langchain_core", "langchain_kvboost", "llama_index"}
 

@@ -150,3 +150,13 @@ def test_one_exact_prefix_is_one_in_the_next_process_too(tmp_path: Path) -> None
             report = second.prefill(second.prompt(texts, "who?"), mode=mode).report
             assert report.num_exact_tokens == repeated.num_exact_tokens
             assert report.num_approximate_tokens == report.num_repaired_tokens == 0
+
+
+def test_what_another_process_reads_meanwhile_is_found_in_text_once_it_was_asked_about(tmp_path: Path) -> None:
+    text = f"Read this: {document(1)}\nWhat does it say?"
+    with opened(tmp_path) as first, opened(tmp_path) as second:
+        assert not second.is_warm(document(1))
+        assert second.prefill(text).report.documents == []
+        first.warm(document(1), progress=False)
+        assert second.is_warm(document(1))
+        assert second.prefill(text).report.num_document_hits == 1
