@@ -13,12 +13,12 @@ from kvboost_rag import KVBoost, hub, sample
 
 
 def main(model: str | None = None) -> None:
-    passages = list(sample.passages().values())[:6]
+    passages = list(sample.passages().values())[18:24]
     with KVBoost.from_pretrained(model or hub.bundled_model()) as engine:
         print(engine.warm(passages))  # once, when documents come in
 
-        question = "Who is the captain of the Marigold?"
-        for found in ([passages[1], passages[4], passages[0]], [passages[5], passages[1], passages[3]]):
+        question = "How many seats does the Cork Theatre have?"
+        for found in ([passages[2], passages[4], passages[0]], [passages[5], passages[3], passages[2]]):
             prompt = engine.prompt(documents=found, question=question)
             result = engine.generate(prompt, max_new_tokens=32)  # any documents, any order, any position
             print(f"\n{result.text.strip()}\n{result.report}")

@@ -91,7 +91,8 @@ def _documents(stretches: Sequence[Stretch]) -> Any:
     table = rich_part("rich.table.Table")(box=None, padding=(0, 2, 0, 0))
     for name in ("", "tokens", *SHORT.values(), "from"):
         left = name in ("", "from")
-        table.add_column(name, justify="left" if left else "right", no_wrap=True)
+        room = {} if name == "" else {"min_width": max(len(name), 5)}  # what a narrow terminal cuts is the headings
+        table.add_column(name, justify="left" if left else "right", no_wrap=True, **room)
     for stretch in stretches:
         if stretch.title != "between":
             counts = [str(stretch.counts[source]) if stretch.counts[source] else "" for source in SHORT]

@@ -1,0 +1,1 @@
+"""What each command does, apart from how its options are read. No module here knows typer."""
