@@ -21,6 +21,7 @@ STYLES = {Source.EXACT: "green", Source.MOVED: "bright_blue", Source.REPAIRED: "
 HEIGHTS = " ▁▂▃▄▅▆▇█"
 MAX_STRIP = 100  # columns
 MAX_BAR = 50
+COUNTS_WIDTH, LEAST_TITLE = 52, 12  # what a narrow terminal cuts is the titles
 
 
 def rich_part(name: str) -> Any:
@@ -38,7 +39,7 @@ def strip(report: Report, stretches: Sequence[Stretch], bars: Sequence[Bar], wid
     group, text = rich_part("rich.console.Group"), rich_part("rich.text.Text")
     parts = [text(_summary(report)), *(text(note, style="dim") for note in report.notes)]
     if stretches:
-        parts += [*_rows(report, stretches, min(width, MAX_STRIP)), _key(report), _documents(stretches)]
+        parts += [*_rows(report, stretches, min(width, MAX_STRIP)), _key(report), _documents(stretches, width)]
     return group(*parts, *times(bars, width))
 
 
@@ -87,12 +88,12 @@ def _key(report: Report) -> Any:
     return text
 
 
-def _documents(stretches: Sequence[Stretch]) -> Any:
+def _documents(stretches: Sequence[Stretch], width: int) -> Any:
     table = rich_part("rich.table.Table")(box=None, padding=(0, 2, 0, 0))
     for name in ("", "tokens", *SHORT.values(), "from"):
-        left = name in ("", "from")
-        room = {} if name == "" else {"min_width": max(len(name), 5)}  # what a narrow terminal cuts is the headings
-        table.add_column(name, justify="left" if left else "right", no_wrap=True, **room)
+        side = "left" if name in ("", "from") else "right"
+        room = {"max_width": max(LEAST_TITLE, width - COUNTS_WIDTH)} if name == "" else {"min_width": len(name)}
+        table.add_column(name, justify=side, no_wrap=True, **room)
     for stretch in stretches:
         if stretch.title != "between":
             counts = [str(stretch.counts[source]) if stretch.counts[source] else "" for source in SHORT]

@@ -203,6 +203,8 @@ def test_the_terminal_shows_counts_documents_and_times(result: GenerationResult,
     assert len(strip) == min(width, 100, report.num_prompt_tokens)
     assert f"reused after moving {report.num_approximate_tokens:,}" in " ".join(text.split())
     assert "TTFT, reuse" in text
+    if width >= 80:
+        assert all(name in text for name in ("tokens", "exact", "moved", "repaired", "live", "from", "memory"))
 
 
 def test_without_colours_the_glyphs_tell_the_sources_apart() -> None:
