@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 from pathlib import Path
 from types import ModuleType
 
@@ -12,6 +13,7 @@ import pytest
 NOTEBOOKS = Path(__file__).parents[2] / "notebooks"
 PATHS = sorted(NOTEBOOKS.glob("*.ipynb"))
 QUICK = {"01_langchain_rag"}
+OF_A_MACHINE = re.compile(r"/(?:home|root|work|tmp|Users)/")  # paths begin so
 
 
 @pytest.fixture(scope="module")
@@ -47,5 +49,4 @@ def test_the_committed_outputs_are_complete_and_tell_nothing_of_the_machine(path
     assert any(map(is_picture, cells[-1].outputs))
     outputs = [output for cell in cells for output in cell.outputs]
     assert not [o for o in outputs if o.output_type == "error" or o.get("name") == "stderr"]
-    for secret in ("/home/", "/root/", "/work/", "/tmp/"):
-        assert secret not in str(outputs), secret
+    assert not OF_A_MACHINE.search(str(outputs))
