@@ -84,15 +84,16 @@ def rag(
     question: str = "",
     system: str | None = None,
     instruction: str = INSTRUCTION,
+    earlier: Sequence[Mapping[str, Any]] = (),
 ) -> Prompt:
-    """Instruction, documents in order, question: as the user's turn of a chat."""
+    """Instruction, documents in order, question: as the user's turn of a chat, behind the messages of ``earlier``."""
     if not isinstance(question, str):
         raise TypeError(f"question is a string, not {type(question).__name__}")
     content = [Piece(instruction), *document_pieces(documents)]
     if question.strip():
         content.append(Piece(QUESTION.format(question=question.strip())))
     messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system is not None else []
-    return chat_format.render([*messages, {"role": "user", "content": content}])
+    return chat_format.render([*messages, *earlier, {"role": "user", "content": content}])
 
 
 class ChatFormat:

@@ -7,10 +7,10 @@ questions are not repeated: what was answered from them stands in the turns.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from kvboost_rag.kvboost import KVBoost
-from kvboost_rag.prompt import INSTRUCTION, QUESTION, ChatFormat, Piece, Prompt, document_pieces
+from kvboost_rag.prompt import ChatFormat, Prompt, rag
 
 
 class Turn(NamedTuple):
@@ -20,11 +20,12 @@ class Turn(NamedTuple):
 
 def conversation(chat_format: ChatFormat, turns: Sequence[Turn], documents: Sequence[str], question: str) -> Prompt:
     """Without turns, the same prompt as ``KVBoost.prompt`` builds."""
-    messages: list[dict[str, Any]] = []
-    for turn in turns:
-        messages += [{"role": "user", "content": turn.question}, {"role": "assistant", "content": turn.answer}]
-    content = [Piece(INSTRUCTION), *document_pieces(documents), Piece(QUESTION.format(question=question.strip()))]
-    return chat_format.render([*messages, {"role": "user", "content": content}])
+    earlier = [
+        {"role": role, "content": text}
+        for turn in turns
+        for role, text in (("user", turn.question), ("assistant", turn.answer))
+    ]
+    return rag(chat_format, documents, question, earlier=earlier)
 
 
 def fitted(

@@ -21,7 +21,6 @@ from kvboost_rag.engine.cache import SlotCache
 from kvboost_rag.engine.capabilities import Reuse
 from kvboost_rag.engine.engine import Engine
 from kvboost_rag.engine.exchange import planned
-from kvboost_rag.engine.forward import work_of
 from kvboost_rag.engine.generate import GenerationOptions, OnTokens, decode
 from kvboost_rag.engine.repair import Repair
 from kvboost_rag.engine.stitch import stitch
@@ -80,7 +79,7 @@ def prefill_batch(engine: Engine, prompts: Sequence[Prompt], repair: Repair, roo
         choice = engine.choose(assembled, live, shared, repair)
         parts.append(_row(assembled, choice.computed(live), num_shared, shared))
         fill(report, assembled, live, choice, engine.store.tier_of)
-        report.full_prefill_seconds = engine.costs.expected(work_of(torch.arange(assembled.num_tokens))) or 0.0
+        report.full_prefill_seconds = engine.costs.full_prefill(assembled.num_tokens)
         reports.append(report)
     shared.set_length(longest)
     logits, cache, plan, places = run(engine.model, shared, num_shared, parts, room)

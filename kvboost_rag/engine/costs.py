@@ -92,8 +92,8 @@ class Costs:
     def judge(self, passes: Sequence[Work], moved_bytes: Mapping[str, int], instead: Work) -> Verdict | None:
         """Reuse that takes ``passes`` and loads ``moved_bytes``, by tier, against the forward it saves; None until
         enough was observed."""
+        line = self._fitted()
         with self._lock:
-            line = _line([_medians(seen) for seen in self._forwards.values()])
             a_byte = {tier: median(seen) for tier, seen in self._loads.items()}
         if line is None:
             return None
@@ -104,11 +104,14 @@ class Costs:
         loading = sum(a_byte.get(tier, 0.0) * num_bytes for tier, num_bytes in moved_bytes.items())
         return Verdict(reuse + loading, full)
 
-    def expected(self, work: Work) -> float | None:
-        """Seconds that a forward would take; None until enough was observed."""
+    def full_prefill(self, num_tokens: int) -> float:
+        """Seconds that computing a whole prompt would take; 0 until enough was observed."""
+        line = self._fitted()
+        return 0.0 if line is None else line[0] + line[1] * self._units(Work(num_tokens, (num_tokens + 1) / 2))
+
+    def _fitted(self) -> tuple[float, float] | None:
         with self._lock:
-            line = _line([_medians(seen) for seen in self._forwards.values()])
-        return None if line is None else line[0] + line[1] * self._units(work)
+            return _line([_medians(seen) for seen in self._forwards.values()])
 
     def _units(self, work: Work) -> float:
         return work.num_rows * (1 + work.num_keys / self.balanced_keys)

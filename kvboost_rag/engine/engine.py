@@ -108,7 +108,7 @@ class Engine:
                 logits = fused_forward(self.model, assembled.ids, positions, cache, slice_tokens=size)[-1]
         cache.cancel_when(never)  # decoding ends between tokens
         fill(report, assembled, live, choice, self.store.tier_of)
-        report.full_prefill_seconds = self.costs.expected(work_of(torch.arange(num_tokens))) or 0.0
+        report.full_prefill_seconds = self.costs.full_prefill(num_tokens)
         return Prefilled(assembled.ids, cache, logits, report, assembled)
 
     def allowed(self, mode: str, repair: Repair, report: Report) -> tuple[str, Repair]:

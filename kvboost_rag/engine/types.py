@@ -153,6 +153,16 @@ class Report:
     trace: Trace | None = field(default=None, repr=False, compare=False)
 
     @property
+    def counts(self) -> dict[Source, int]:
+        """Tokens by where their KV came from."""
+        return {
+            Source.EXACT: self.num_exact_tokens,
+            Source.MOVED: self.num_approximate_tokens,
+            Source.REPAIRED: self.num_repaired_tokens,
+            Source.LIVE: self.num_live_tokens,
+        }
+
+    @property
     def num_reused_tokens(self) -> int:
         """Tokens whose stored KV was used as it is."""
         return self.num_exact_tokens + self.num_approximate_tokens

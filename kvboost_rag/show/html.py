@@ -106,16 +106,10 @@ def _runs(stretch: Stretch) -> list[tuple[Source, int, int]]:
 
 
 def _key(report: Report) -> str:
-    counts = {
-        Source.EXACT: report.num_exact_tokens,
-        Source.MOVED: report.num_approximate_tokens,
-        Source.REPAIRED: report.num_repaired_tokens,
-        Source.LIVE: report.num_live_tokens,
-    }
     total = max(report.num_prompt_tokens, 1)
     items = (
         f'<span><i class="{CLASSES[source]}"></i>{NAMES[source]} {count:,} ({count / total:.1%})</span>'
-        for source, count in counts.items()
+        for source, count in report.counts.items()
     )
     looked = report.trace is not None and report.trace.attention is not None
     heat = '<span><i class="a4"></i>what the question looks at</span>' if looked else ""

@@ -75,13 +75,7 @@ def _rows(report: Report, stretches: Sequence[Stretch], width: int) -> list[Any]
 
 def _key(report: Report) -> Any:
     text = rich_part("rich.text.Text")()
-    counts = {
-        Source.EXACT: report.num_exact_tokens,
-        Source.MOVED: report.num_approximate_tokens,
-        Source.REPAIRED: report.num_repaired_tokens,
-        Source.LIVE: report.num_live_tokens,
-    }
-    for source, count in counts.items():
+    for source, count in report.counts.items():
         glyph = HEIGHTS[4] if source is Source.REPAIRED else GLYPHS[source]
         text.append(glyph, style=STYLES[source])
         text.append(f" {NAMES[source]} {count:,}   ")

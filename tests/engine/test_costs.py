@@ -44,6 +44,11 @@ def test_the_line_is_found_whatever_a_busy_machine_does(noise: float) -> None:
     assert verdict.pays
 
 
+def test_what_a_full_prefill_takes_follows_from_the_line() -> None:
+    assert Costs(1000).full_prefill(500) == 0
+    assert machine(0.02, 0.001).full_prefill(999) == pytest.approx(0.02 + 0.001 * 999 * 1.5, rel=0.05)
+
+
 def test_nothing_is_judged_before_small_and_large_were_seen() -> None:
     found = Costs(1000)
     assert found.judge([Work(10, 10)], {}, Work(500, 250)) is None
