@@ -7,6 +7,7 @@ markers and a chat template; ``boost`` is a KVBoost over both.
 from __future__ import annotations
 
 import hashlib
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -70,6 +71,20 @@ def build_model(family: str = "llama", dtype: torch.dtype = torch.float32, seed:
 def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Reuse always pays: for models this small it rarely would, and tests must not depend on the time."""
     monkeypatch.setattr(costs, "MIN_SAVED_SECONDS", float("inf"))
+
+
+@pytest.fixture(autouse=True)
+def _llama_index_settings() -> Iterator[None]:
+    """LlamaIndex keeps its settings, and a splitter made with them, for the whole process: each test begins anew."""
+
+    def kept() -> dict[str, Any]:
+        return dict(vars(core.Settings)) if (core := sys.modules.get("llama_index.core")) else {}
+
+    before, tokenizer = kept(), getattr(sys.modules.get("llama_index.core"), "global_tokenizer", None)
+    yield
+    if core := sys.modules.get("llama_index.core"):
+        vars(core.Settings).update(before or vars(type(core.Settings)()))
+        core.global_tokenizer = tokenizer
 
 
 @pytest.fixture(scope="session")

@@ -41,7 +41,6 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def given(model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Given:
     """What a page may take as given, in a home of its own, without a network."""
-    import llama_index.core
     from indexes import Words
     from llama_index.core import Settings
 
@@ -53,9 +52,6 @@ def given(model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(demo, "embedder", pages.embedder)
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
-    for name, value in vars(Settings).items():
-        monkeypatch.setattr(Settings, name, value)  # to have them back afterwards
-    monkeypatch.setattr(llama_index.core, "global_tokenizer", llama_index.core.global_tokenizer)
     Settings.embed_model = Words()
     return Given(model_folder)
 

@@ -112,17 +112,8 @@ def events() -> Iterator[list[Any]]:
 
 
 @pytest.fixture
-def settings(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """``Settings``, as they were again afterwards."""
-    monkeypatch.setattr(llama_index.core, "global_tokenizer", llama_index.core.global_tokenizer)
-    for name, value in vars(Settings).items():
-        monkeypatch.setattr(Settings, name, value)
-    return Settings
-
-
-@pytest.fixture
-def index(llm: KVBoostLLM, settings: Any) -> VectorStoreIndex:
-    settings.tokenizer = llm.tokenizer_fn
+def index(llm: KVBoostLLM) -> VectorStoreIndex:
+    Settings.tokenizer = llm.tokenizer_fn
     documents = [Document(text=document(number, words=12)) for number in range(4)]
     return VectorStoreIndex.from_documents(
         documents, transformations=[KVBoostWarmTransform(llm.engine)], embed_model=Words()
@@ -698,12 +689,12 @@ def test_copies_share_the_engine_and_there_is_no_pickling(llm: KVBoostLLM) -> No
 # Inside LlamaIndex
 
 
-def test_settings_take_the_model_and_its_tokenizer(settings: Any, tokenizer: Any) -> None:
+def test_settings_take_the_model_and_its_tokenizer(tokenizer: Any) -> None:
     """Counted by the model's own tokens prompts fit; counted by another's there may seem to be no room at all. (15)"""
     with KVBoost(build_model(max_position_embeddings=1500), tokenizer) as small:
         llm = KVBoostLLM(engine=small, max_new_tokens=16, context_window=1450)  # and 50 for the template
-        settings.llm, settings.embed_model, settings.tokenizer = llm, Words(), llm.tokenizer_fn
-        assert settings.llm is llm
+        Settings.llm, Settings.embed_model, Settings.tokenizer = llm, Words(), llm.tokenizer_fn
+        assert Settings.llm is llm
         assert llama_index.core.global_tokenizer("the") == llm.tokenizer_fn("the") == list(small.tokens.encode("the"))
         prompt = PromptTemplate("Read this: {text}\nAnd answer.")
         packed = PromptHelper.from_llm_metadata(llm.metadata).repack(prompt, ["abc " * 300, "def " * 300], llm=llm)
@@ -712,7 +703,7 @@ def test_settings_take_the_model_and_its_tokenizer(settings: Any, tokenizer: Any
             assert llm.predict(prompt, text=text)
         index = VectorStoreIndex.from_documents([Document(text=document(number)) for number in range(6)])
         assert str(index.as_query_engine(similarity_top_k=6).query("word1x1?"))
-        settings.tokenizer = lambda text: list(text) * 3
+        Settings.tokenizer = lambda text: list(text) * 3
         with pytest.raises(ValueError, match=r"not positive|not non-negative"):
             index.as_query_engine().query("word1x1?")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -23,12 +22,10 @@ pytestmark = pytest.mark.real_model
 
 
 @pytest.fixture
-def boost(real_boost: KVBoost) -> Iterator[KVBoost]:
+def boost(real_boost: KVBoost) -> KVBoost:
     real_boost.clear()
-    before = Settings._tokenizer
     Settings.tokenizer = lambda text: list(real_boost.tokens.encode(text))
-    yield real_boost
-    Settings._tokenizer = before
+    return real_boost
 
 
 @pytest.fixture
