@@ -65,8 +65,8 @@ def family_of(strategy: dict[str, Any]) -> tuple[str, str]:
         return f"boundary, {side}", f"{strategy['num_tokens']}"
     for option, family in (("check_layer", "deviation"), ("num_first_tokens", "query")):
         if option in strategy:
-            squared = "sq " if strategy.get("measure") == "squared" else ""
-            return family, f"{squared}{strategy['recompute_ratio'] * 100:g} %"
+            squared, ratio = "sq " if strategy.get("measure") == "squared" else "", strategy["recompute_ratio"]
+            return family, "default" if ratio is None else f"{squared}{ratio * 100:g} %"
     return "none", ""
 
 

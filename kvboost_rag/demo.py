@@ -240,7 +240,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the demo. Returns the exit code."""
     parser = argparse.ArgumentParser(description="Ask a small corpus questions and compare time to first token (TTFT).")
     parser.add_argument("--repair", default="query", choices=sorted(REPAIRS), help="what to recompute (query)")
-    parser.add_argument("--recompute-ratio", type=float, help="share of reused tokens to recompute, 0 to 1 (0.05)")
+    parser.add_argument("--recompute-ratio", type=float, help="share of reused tokens to recompute, 0 to 1")
     parser.add_argument("--questions", type=int, default=8, help="how many to ask (8)")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the table here")
     arguments = parser.parse_args(argv)

@@ -19,7 +19,7 @@ from kvboost_rag.errors import OptionError
 QUALITIES: dict[str, Repair] = {
     "exact": FullRepair(),
     "high": QueryRepair(recompute_ratio=0.15),
-    "fast": QueryRepair(recompute_ratio=0.05),
+    "fast": QueryRepair(),
 }
 
 

@@ -126,6 +126,33 @@ def test_query_spends_exactly_its_budget(ratio: float, num_first_tokens: int, sp
     assert len(chosen) == round(ratio * len(positions(spans)))
 
 
+@pytest.mark.parametrize("most, expected", [(None, 15), (100, 15), (15, 15), (9, 9), (0, 0)])
+def test_query_recomputes_no_more_than_its_most(most: int | None, expected: int):
+    strategy, spans = QueryRepair(0.1, max_tokens=most), [(0, 50), (60, 110), (120, 170)]
+    chosen = selected(strategy, spans)
+    assert len(chosen) == strategy.num_selected([Reused(*span) for span in spans]) == expected
+    assert set(chosen) <= set(selected(QueryRepair(0.1, num_first_tokens=min(4, expected // 3)), spans))
+
+
+@pytest.mark.parametrize(
+    "strategy, num_reused, expected",
+    [
+        (QueryRepair(), 200, 10),
+        (QueryRepair(), 2560, 128),
+        (QueryRepair(), 2580, 128),
+        (QueryRepair(), 100_000, 128),
+        (QueryRepair(max_tokens=64), 100_000, 64),
+        (QueryRepair(max_tokens=1000), 10_000, 500),
+        (QueryRepair(0.05), 100_000, 5000),
+        (QueryRepair(max_tokens=64).with_ratio(0.2), 100_000, 64),
+        (QueryRepair().with_ratio(0.05), 100_000, 5000),
+    ],
+)
+def test_only_the_usual_share_has_a_most_of_its_own(strategy: QueryRepair, num_reused: int, expected: int):
+    """A ratio that somebody asked for is kept to."""
+    assert strategy.num_selected([Reused(3, 3 + num_reused)]) == expected
+
+
 @pytest.mark.parametrize("ratio, expected", [(0.0, []), (1.0, positions(SPANS["apart"]))])
 def test_query_at_its_ends_is_none_and_full(ratio: float, expected: list[int]):
     assert selected(QueryRepair(ratio), SPANS["apart"]) == expected
@@ -175,6 +202,9 @@ def test_a_larger_ratio_selects_all_that_a_smaller_one_did():
         (QueryRepair, {"recompute_ratio": "half"}, "recompute_ratio='half'"),
         (QueryRepair, {"num_first_tokens": -1}, "num_first_tokens=-1"),
         (QueryRepair, {"num_first_tokens": None}, "num_first_tokens=None"),
+        (QueryRepair, {"max_tokens": -1}, "max_tokens=-1"),
+        (QueryRepair, {"max_tokens": 0.5}, "max_tokens=0.5.*or None"),
+        (QueryRepair, {"max_tokens": True}, "max_tokens=True"),
     ],
 )
 def test_a_wrong_option_of_a_strategy_is_refused_by_name(make: type[Repair], options: dict[str, Any], named: str):

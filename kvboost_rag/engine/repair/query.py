@@ -3,7 +3,8 @@
 A first pass of the question over the reused cache shows which tokens it attends to; those are the ones whose missing
 context can reach the answer. The first few tokens of every document go with them: they served as attention sinks when
 the document was encoded. Why not the paper's key deviation (section 4.6.2): it spends the budget on tokens that
-changed, whether or not the question ever reads them.
+changed, whether or not the question ever reads them. Why the default has a most: what a question needs does not grow
+with the prompt, but a share of it does, and so would the time (benchmarks/NOTES.md has both sides, measured).
 """
 
 from __future__ import annotations
@@ -17,32 +18,47 @@ import torch
 from kvboost_rag.engine.repair.base import Repair, RepairView, Reused, check_ratio, head_positions
 from kvboost_rag.errors import OptionError
 
+USUAL_RATIO = 0.05
+USUAL_MOST = 128  # tokens
+
 
 @dataclass(frozen=True)
 class QueryRepair(Repair):
-    """The ``recompute_ratio`` of reused tokens the question attends to most, the first ``num_first_tokens`` of every
-    chunk among them as far as the budget goes."""
+    """The reused tokens the question attends to most: ``recompute_ratio`` of them, but at most ``max_tokens``.
+
+    Without a ratio it is 5 %, and then at most 128 tokens unless ``max_tokens`` says otherwise; a ratio that is given
+    is kept to, however many tokens that is. The first ``num_first_tokens`` of every chunk are among them as far as the
+    budget goes. Raises OptionError.
+    """
 
     name: ClassVar[str] = "query"
     needs_attention: ClassVar[bool] = True
-    recompute_ratio: float = 0.05
+    recompute_ratio: float | None = None
     num_first_tokens: int = 4
+    max_tokens: int | None = None
 
     def __post_init__(self) -> None:
-        check_ratio(self.recompute_ratio)
-        if not isinstance(self.num_first_tokens, int) or self.num_first_tokens < 0:
+        if self.recompute_ratio is not None:
+            check_ratio(self.recompute_ratio)
+        if not _is_count(self.num_first_tokens):
             raise OptionError.bad_value(
                 "num_first_tokens", self.num_first_tokens, "a whole number of tokens, 0 or more"
             )
+        if self.max_tokens is not None and not _is_count(self.max_tokens):
+            raise OptionError.bad_value("max_tokens", self.max_tokens, "a whole number of tokens, 0 or more, or None")
 
     def with_ratio(self, ratio: float) -> QueryRepair:
         return replace(self, recompute_ratio=check_ratio(ratio))
 
     def num_selected(self, spans: Sequence[Reused]) -> int:
-        return round(self.recompute_ratio * sum(map(len, spans)))
+        ratio, most = self.recompute_ratio, self.max_tokens
+        if ratio is None:
+            ratio, most = USUAL_RATIO, USUAL_MOST if most is None else most
+        share = round(ratio * sum(map(len, spans)))
+        return share if most is None else min(share, most)
 
     def select(self, view: RepairView) -> torch.Tensor:
-        budget = round(self.recompute_ratio * view.num_reused_tokens)
+        budget = self.num_selected(view.spans)
         candidates = view.positions()
         if budget >= candidates.shape[0]:
             return candidates
@@ -53,3 +69,7 @@ class QueryRepair(Repair):
         first = head_positions(view.spans, min(self.num_first_tokens, budget // max(1, len(view.spans))))
         scores[torch.isin(candidates, first)] = float("inf")
         return candidates[scores.topk(budget).indices].sort().values
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
