@@ -226,11 +226,12 @@ def _counts(reports: Sequence[Report]) -> dict[str, Any]:
 def show(title: str, measured: Point) -> None:
     """One point as a table."""
     print(f"\n{title}: {measured['num_prompt_tokens']:.0f} prompt tokens, {measured['rounds']} rounds")
-    print(f"  {'':26}{'TTFT':>12}{'full / this':>13}{'':18}{'of full':>9}{'computed':>10}{'forward':>9}")
+    width = max(map(len, measured["sides"]))
+    print(f"  {'':{width}}{'TTFT':>12}{'full / this':>13}{'':18}{'of full':>9}{'computed':>10}{'forward':>9}")
     for name, row in measured["sides"].items():
         faster = row["full_over_this"]
         line = (
-            f"  {name:26}{row['seconds']['median'] * 1e3:9.1f} ms{faster['median']:13.2f}"
+            f"  {name:{width}}{row['seconds']['median'] * 1e3:9.1f} ms{faster['median']:13.2f}"
             f"  {'[{min:.2f}, {max:.2f}]'.format(**faster):16}{row['share_of_full']['median']:9.1%}"
         )
         if "computed_share" in row:
