@@ -69,6 +69,14 @@ class Assembled:
         live[-1] = True
         return live.nonzero()[:, 0]
 
+    def missing(self) -> torch.Tensor:
+        """Which tokens belong to documents that were not found, (num_tokens,) bool."""
+        found = torch.zeros(self.num_tokens, dtype=torch.bool)
+        for placement in self.placements:
+            if placement.chunk.document and placement.entry is None:
+                found[placement.chunk.start : placement.chunk.end] = True
+        return found
+
     def approximate_spans(self) -> list[Reused]:
         """What a repair strategy may choose from: approximate hits, less the tokens that are live anyway.
 

@@ -25,7 +25,7 @@ from kvboost_rag.engine.chunking import Cutting
 from kvboost_rag.engine.codecs import CODECS
 from kvboost_rag.engine.config import EngineConfig
 from kvboost_rag.engine.costs import Costs, Work
-from kvboost_rag.engine.forward import SCOUT_LAYERS, SCOUT_TOKENS, fused_forward, key_deviation, scout, work_of
+from kvboost_rag.engine.forward import SCOUT_LAYERS, fused_forward, key_deviation, scout, scout_rows, work_of
 from kvboost_rag.engine.generate import GenerationOptions, decode
 from kvboost_rag.engine.keeping import Keeper
 from kvboost_rag.engine.keys import chunk_keys, content_hash
@@ -137,7 +137,7 @@ class Engine:
         live, num_tokens = assembled.live_positions(), assembled.num_tokens
         passes = [Work(len(live) + repair.num_selected(spans), num_tokens)]
         if repair.needs_attention:
-            passes.append(Work(min(len(live), SCOUT_TOKENS), num_tokens, SCOUT_LAYERS))
+            passes.append(Work(len(scout_rows(live, assembled.missing())), num_tokens, SCOUT_LAYERS))
         if repair.probe is not None:
             passes.append(
                 replace(work_of(torch.arange(spans[-1].end)), share=repair.probe.layer / self.model.num_layers)
@@ -188,7 +188,7 @@ class Engine:
             num_opening = 0  # alone, it would be computed with the frequencies of a short prompt
         if num_opening:
             fused_forward(self.model, assembled.ids, live[:num_opening], cache)
-        attention = scout(self.model, assembled.ids, live[num_opening:], cache)
+        attention = scout(self.model, assembled.ids, live[num_opening:], assembled.missing(), cache)
         return Choice(repair.select(RepairView(spans, attention)), num_opening, attention)
 
     def _deviation(

@@ -56,15 +56,22 @@ def fused_forward(
     return model.scattered(ids[positions], positions, cache, num_logits, hidden, capture)
 
 
-def scout(model: Model, ids: torch.Tensor, live: torch.Tensor, cache: SlotCache) -> torch.Tensor:
+def scout_rows(live: torch.Tensor, missing: torch.Tensor) -> torch.Tensor:
+    """Which of the ``live`` positions (ascending) a scout pass runs: the last SCOUT_TOKENS of those outside documents
+    that are ``missing`` (num_tokens,) bool. Such documents are no part of the question, and running them twice would
+    cost more than a better choice is worth. A prompt that ends in one is taken to be all question."""
+    rows = live[~missing[live]]
+    return (rows if len(rows) and rows[-1] == live[-1] else live)[-SCOUT_TOKENS:]
+
+
+def scout(model: Model, ids: torch.Tensor, live: torch.Tensor, missing: torch.Tensor, cache: SlotCache) -> torch.Tensor:
     """How much the question attends to each position of the prompt, (num_tokens,) float32.
 
-    The question is the last run of ``live`` positions (ascending). It is run over what ``cache`` holds together with
-    the other live tokens; but where whole documents are missing, only the last SCOUT_TOKENS live ones are run and the
-    rest is hidden. See ``Capture`` for what is counted.
+    The question is the last run of ``scout_rows``. They are run over what ``cache`` holds; of the ``live`` positions
+    the others are hidden. See ``Capture`` for what is counted.
     """
     num_tokens = ids.shape[0]
-    rows = live[-SCOUT_TOKENS:]
+    rows = scout_rows(live, missing)
     breaks = (rows.diff() != 1).nonzero()
     question = int(breaks[-1]) + 1 if breaks.numel() else 0
     hidden = torch.zeros(num_tokens, dtype=torch.bool)

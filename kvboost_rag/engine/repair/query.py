@@ -3,8 +3,8 @@
 A first pass of the question over the reused cache shows which tokens it attends to; those are the ones whose missing
 context can reach the answer. The first few tokens of every document go with them: they served as attention sinks when
 the document was encoded. Why not the paper's key deviation (section 4.6.2): it spends the budget on tokens that
-changed, whether or not the question ever reads them. Why the default has a most: what a question needs does not grow
-with the prompt, but a share of it does, and so would the time (benchmarks/NOTES.md has both sides, measured).
+changed, whether or not the question ever reads them. Why the default has a most: a share grows with the prompt, and at
+8K tokens takes twice the time, for fidelity that a caller who wants it can ask for (benchmarks/NOTES.md has both).
 """
 
 from __future__ import annotations
