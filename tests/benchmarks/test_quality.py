@@ -158,7 +158,7 @@ def test_rows_are_told_apart_and_chosen() -> None:
     assert {row.encoding for row in everything} == set(encoded.ENCODINGS)
     for name in rows.SETS:
         assert rows.choose(name, None)[0].name == rows.REFERENCE
-    assert [row.name for row in rows.choose(None, ["primer, query 5 %, at"])] == [
+    assert [row.name for row in rows.choose(None, ["primer, query 5 %, at most 128"])] == [
         rows.REFERENCE,
         "primer, query 5 %, at most 128 (default)",
     ]
