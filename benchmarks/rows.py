@@ -33,7 +33,8 @@ def _percent(share: float) -> str:
 
 def _query(repair: QueryRepair) -> str:
     if repair.recompute_ratio is None:
-        return f"query {_percent(USUAL_RATIO)}, at most {repair.max_tokens or USUAL_MOST}"
+        most = USUAL_MOST if repair.max_tokens is None else repair.max_tokens
+        return f"query {_percent(USUAL_RATIO)}, at most {most}"
     return f"query {_percent(repair.recompute_ratio)}"
 
 

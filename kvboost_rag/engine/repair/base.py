@@ -103,6 +103,12 @@ def check_ratio(ratio: float, option: str = "recompute_ratio") -> float:
     return float(ratio)
 
 
+def check_count(count: int, option: str, otherwise: str = "") -> None:
+    """``otherwise``: what the option takes besides."""
+    if isinstance(count, bool) or not isinstance(count, int) or count < 0:
+        raise OptionError.bad_value(option, count, f"a whole number of tokens, 0 or more{otherwise}")
+
+
 def _join(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.cat(list(parts)) if parts else torch.empty(0, dtype=torch.int64)
 

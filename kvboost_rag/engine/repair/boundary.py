@@ -12,7 +12,7 @@ from typing import ClassVar
 
 import torch
 
-from kvboost_rag.engine.repair.base import Repair, RepairView, head_positions, tail_positions
+from kvboost_rag.engine.repair.base import Repair, RepairView, check_count, head_positions, tail_positions
 from kvboost_rag.errors import OptionError
 
 
@@ -27,8 +27,7 @@ class BoundaryRepair(Repair):
     def __post_init__(self) -> None:
         if self.side not in ("start", "end"):
             raise OptionError.bad_value("side", self.side, "'start' or 'end'")
-        if not isinstance(self.num_tokens, int) or self.num_tokens < 0:
-            raise OptionError.bad_value("num_tokens", self.num_tokens, "a whole number of tokens, 0 or more")
+        check_count(self.num_tokens, "num_tokens")
 
     def select(self, view: RepairView) -> torch.Tensor:
         pick = head_positions if self.side == "start" else tail_positions

@@ -15,8 +15,7 @@ from typing import ClassVar
 
 import torch
 
-from kvboost_rag.engine.repair.base import Repair, RepairView, Reused, check_ratio, head_positions
-from kvboost_rag.errors import OptionError
+from kvboost_rag.engine.repair.base import Repair, RepairView, Reused, check_count, check_ratio, head_positions
 
 USUAL_RATIO = 0.05
 USUAL_MOST = 128  # tokens
@@ -40,12 +39,9 @@ class QueryRepair(Repair):
     def __post_init__(self) -> None:
         if self.recompute_ratio is not None:
             check_ratio(self.recompute_ratio)
-        if not _is_count(self.num_first_tokens):
-            raise OptionError.bad_value(
-                "num_first_tokens", self.num_first_tokens, "a whole number of tokens, 0 or more"
-            )
-        if self.max_tokens is not None and not _is_count(self.max_tokens):
-            raise OptionError.bad_value("max_tokens", self.max_tokens, "a whole number of tokens, 0 or more, or None")
+        check_count(self.num_first_tokens, "num_first_tokens")
+        if self.max_tokens is not None:
+            check_count(self.max_tokens, "max_tokens", ", or None")
 
     def with_ratio(self, ratio: float) -> QueryRepair:
         return replace(self, recompute_ratio=check_ratio(ratio))
@@ -69,7 +65,3 @@ class QueryRepair(Repair):
         first = head_positions(view.spans, min(self.num_first_tokens, budget // max(1, len(view.spans))))
         scores[torch.isin(candidates, first)] = float("inf")
         return candidates[scores.topk(budget).indices].sort().values
-
-
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
